@@ -1,0 +1,531 @@
+"""The torch backend: any causal language model of transformers, on CPU, CUDA or Apple's mps.
+
+A tree runs as one packed row through the model's own code, with attention taken over by
+:mod:`pcdlab.backends.torch_attention`. Models whose state cannot skip siblings (linear attention, convolutions) or whose
+attention does not go through transformers' interface run each root-to-leaf path as a row of a padded batch on a copied
+cache instead. Which of the two a model gets is decided when it is loaded, by comparing both with plain forward passes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from pcdlab.backends.base import Meter, Reading, check_finite
+from pcdlab.backends.torch_attention import IMPLEMENTATION, Pass, Segment, running
+from pcdlab.errors import BackendError, ModelError, ParameterError
+from pcdlab.tokentree import Chain, Layout, TokenTree, lay_out
+
+__all__ = ["PackedPrefix", "RowsPrefix", "TorchBackend"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEAD_BYTES = 48 << 20  # most bytes of logits held at once: longer reads go through the vocabulary in pieces
+ROWS_PER_PASS = 32  # rows layout: most copies of the cache at once
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPrefix:
+    """KV state of a run of tokens, as segments that longer prefixes share without copying."""
+
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, all layers."""
+        pairs = [pair for segment in self.segments for pair in segment.layers.values()]
+        return sum(k.nbytes + v.nbytes for k, v in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsPrefix:
+    """State of a run of tokens in a transformers cache, copied by every call that uses it."""
+
+    cache: Any
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the cache, all layers."""
+        tensors = [t for layer in self.cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+        return sum(t.nbytes for t in tensors)
+
+
+class TorchBackend:
+    """A transformers model as a backend.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model in evaluation mode.
+    name : str
+        The model's name, for results and messages.
+    layout : {"auto", "packed", "rows"}
+        How trees run. "auto" takes packed where it reproduces plain forward passes, else rows.
+    fingerprint : str or None
+        Identity of the weights, for prefixes kept on disk.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        model: Any,
+        name: str = "model",
+        layout: Literal["auto", "packed", "rows"] = "auto",
+        fingerprint: str | None = None,
+    ) -> None:
+        self.module = model.eval()
+        self.model = name
+        self.device = next(model.parameters()).device
+        self.torch_dtype = next(model.parameters()).dtype
+        self.dtype = str(self.torch_dtype).removeprefix("torch.")
+        self.meter = Meter()
+        config = model.config.get_text_config(decoder=True)
+        self.vocabulary = int(config.vocab_size)
+        self.max_tokens = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self._plain_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        self._use(self._plain_attention)
+        self._finish = _find_finish(model, config)
+        self.layout: str = layout
+        self.layout_reason = f"asked for: {layout}"
+        if layout == "auto":
+            self.layout = "packed"
+            problem = self._probe()
+            self.layout = "rows" if problem else "packed"
+            self.layout_reason = problem or "reproduces plain forward passes"
+        self.fingerprint = fingerprint if self.layout == "packed" else None
+        self.meter = Meter()
+
+    @classmethod
+    def load(cls, folder: Path, dtype: str = "auto", device: str | None = None) -> TorchBackend:
+        """Load a model folder.
+
+        Parameters
+        ----------
+        folder : Path
+            A folder with ``config.json`` and safetensors weights.
+        dtype : {"auto", "float32", "bfloat16", "float16"}
+            "auto": float32 on a CPU unless it multiplies bfloat16 in tiles (AMX), bfloat16 elsewhere.
+        device : str or None
+            None: CUDA if there is one, then mps, then CPU.
+
+        Raises
+        ------
+        ParameterError
+            If `dtype` is none of the above.
+        ModelError
+            If transformers cannot load the folder.
+        """
+        device = device or best_device()
+        if dtype == "auto":
+            dtype = best_dtype(device)
+        if dtype not in DTYPES:
+            raise ParameterError(f"dtype {dtype!r} is unknown; choose one of auto, {', '.join(DTYPES)}")
+        # Transformers prints a progress bar per load, which would end up in every notebook.
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True).to(device)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(f"{folder}: transformers cannot load this model: {str(error).splitlines()[0]}") from error
+        return cls(model, name=Path(folder).name, fingerprint=_fingerprint(Path(folder), dtype, device))
+
+    # --- the contract -------------------------------------------------------------------------------------------
+
+    def prefill(self, tokens: Sequence[int], parent: Any = None) -> Any:
+        """Run `tokens` on top of `parent`; see :class:`pcdlab.backends.base.Backend`."""
+        if not len(tokens):
+            raise ParameterError("prefill needs at least one token; give the parent itself where nothing is added")
+        if self.layout == "rows":
+            return self._extend_rows(parent, list(tokens))[0]
+        n = len(tokens)
+        chain = Layout(np.arange(n), np.arange(n), (Chain(0, n, n),), ())
+        self._run(parent, np.asarray(tokens), np.arange(n), now := self._pass(parent, chain, np.arange(n), keep=n))
+        return self._grown(parent, now)
+
+    def read(self, prefix: Any, tree: TokenTree, keep: int = 0) -> Reading:
+        """Run a tree and answer its reads; see :class:`pcdlab.backends.base.Backend`."""
+        if not 0 <= keep <= tree.trunk:
+            raise ParameterError(f"keep={keep} is not within the tree's trunk of {tree.trunk} nodes")
+        if (tree.read_nodes < 0).any():
+            raise ParameterError("a read sits at node -1; reads belong to nodes of the tree")
+        if self.layout == "rows":
+            hidden, kept = self._read_rows(prefix, tree, keep)
+        else:
+            layout = lay_out(tree)
+            depths = tree.depths[layout.order]
+            now = self._pass(prefix, layout, depths, keep)
+            states = self._run(prefix, tree.tokens[layout.order], depths, now)  # [n, hidden]
+            hidden = states[torch.from_numpy(layout.rows[tree.read_nodes]).to(self.device)]
+            kept = self._grown(prefix, now) if keep else None
+        return Reading(check_finite(self._log_probs(hidden, tree), self.model), kept)
+
+    def stream(self, prefix: Any) -> TorchStream:
+        """Begin token-by-token work; see :class:`pcdlab.backends.base.Backend`."""
+        return TorchStream(self, prefix)
+
+    def save(self, prefix: PackedPrefix, path: Path) -> None:
+        """Write a packed prefix as safetensors."""
+        tensors: dict[str, Tensor] = {}
+        for i, segment in enumerate(prefix.segments):
+            for layer, (k, v) in segment.layers.items():
+                tensors[f"{i}.{layer}.k"], tensors[f"{i}.{layer}.v"] = k, v
+        spans = json.dumps([[segment.start, segment.length] for segment in prefix.segments])
+        save_file(tensors, path, metadata={"spans": spans})
+
+    def load_prefix(self, path: Path) -> PackedPrefix:
+        """Read back a packed prefix."""
+        with safe_open(path, framework="pt", device=str(self.device)) as file:
+            spans = json.loads(file.metadata()["spans"])
+            layers: list[dict[int, list[Tensor]]] = [{} for _ in spans]
+            for key in sorted(file.keys()):  # "k" sorts before "v"
+                i, layer, _ = key.split(".")
+                layers[int(i)].setdefault(int(layer), []).append(file.get_tensor(key))
+        pairs = [{layer: (kv[0], kv[1]) for layer, kv in segment.items()} for segment in layers]
+        return PackedPrefix(tuple(Segment(*span, pair) for span, pair in zip(spans, pairs, strict=True)))
+
+    # --- packed rows --------------------------------------------------------------------------------------------
+
+    def _pass(self, prefix: PackedPrefix | None, layout: Layout, depths: NDArray[np.int64], keep: int) -> Pass:
+        prefix = prefix or PackedPrefix()
+        positions = torch.from_numpy(depths + prefix.length).to(self.device)
+        return Pass(layout, prefix.segments, positions, keep)
+
+    def _run(self, prefix: Any, tokens: NDArray[np.int64], depths: NDArray[np.int64], now: Pass) -> Tensor:
+        """One packed forward pass; hidden states after the last norm, [n, hidden]."""
+        self._check_length(int(now.positions.max()) + 1)
+        self.meter.count(len(tokens))
+        ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
+        with torch.inference_mode(), self._attention(IMPLEMENTATION), running(now):
+            output = self.module.base_model(input_ids=ids[None], position_ids=now.positions[None], use_cache=False)
+            return output.last_hidden_state[0]
+
+    @staticmethod
+    def _grown(parent: PackedPrefix | None, now: Pass) -> PackedPrefix:
+        parent = parent or PackedPrefix()
+        return PackedPrefix((*parent.segments, Segment(parent.length, now.keep, now.kept)))
+
+    # --- rows on a copied cache ---------------------------------------------------------------------------------
+
+    def _extend_rows(self, prefix: RowsPrefix | None, tokens: list[int]) -> tuple[RowsPrefix, Tensor]:
+        """Run one row of tokens on a copy of the prefix; the longer prefix and the states [n, hidden]."""
+        cache = copy.deepcopy(prefix.cache) if prefix else self._new_cache()
+        length = (prefix.length if prefix else 0) + len(tokens)
+        states = self._run_rows([tokens], cache, length - len(tokens))
+        return RowsPrefix(cache, length), states[0]
+
+    def _run_rows(self, rows: list[list[int]], cache: Any, past: int) -> Tensor:
+        """One forward pass over right-padded rows on `cache`, which is changed; states [rows, longest, hidden]."""
+        longest = max(len(row) for row in rows)
+        self._check_length(past + longest)
+        self.meter.count(sum(len(row) for row in rows))
+        ids = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=self.device)
+        positions = torch.arange(past, past + longest, device=self.device)[None].expand(len(rows), -1)
+        # Padding stands to the right, so causal attention already hides it from every real token.
+        with torch.inference_mode(), self._attention(self._plain_attention):
+            output = self.module.base_model(input_ids=ids, position_ids=positions, cache=cache, use_cache=True)
+            return output.last_hidden_state
+
+    def _read_rows(self, prefix: RowsPrefix | None, tree: TokenTree, keep: int) -> tuple[Tensor, RowsPrefix | None]:
+        """Each leading chain as one row, everything below it as one row per leaf."""
+        kept: RowsPrefix | None = None
+        children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
+        for node, parent in enumerate(tree.parents.tolist()):
+            children[parent].append(node)
+        states: dict[int, Tensor] = {}  # node -> [hidden]
+        wanted = set(tree.read_nodes.tolist())
+
+        def note(nodes: Sequence[int], hidden: Tensor) -> None:
+            states.update((node, hidden[i]) for i, node in enumerate(nodes) if node in wanted)
+
+        for root in children[-1]:
+            chain = [root]
+            while len(children[chain[-1]]) == 1:
+                chain.append(children[chain[-1]][0])
+            base = prefix
+            done = 0
+            for stop in sorted({keep, len(chain)} - {0}) if root == 0 else [len(chain)]:
+                nodes = chain[done:stop]
+                base, hidden = self._extend_rows(base, tree.tokens[nodes].tolist())
+                note(nodes, hidden)
+                kept = base if root == 0 and stop == keep else kept
+                done = stop
+            assert base is not None
+            paths = [path[1:] for path in _leaf_paths(children, chain[-1])]
+            for first in range(0, len(paths) if children[chain[-1]] else 0, ROWS_PER_PASS):
+                rows = paths[first : first + ROWS_PER_PASS]
+                cache = copy.deepcopy(base.cache)
+                cache.reorder_cache(torch.zeros(len(rows), dtype=torch.int64, device=self.device))  # row 0, n times
+                hidden = self._run_rows([tree.tokens[row].tolist() for row in rows], cache, base.length)
+                for row, row_hidden in zip(rows, hidden, strict=True):
+                    note(row, row_hidden)
+        order = tree.read_nodes.tolist()
+        empty = torch.empty(0, 1, device=self.device)
+        return (torch.stack([states[node] for node in order]) if order else empty), kept
+
+    def _new_cache(self) -> Any:
+        # Without the config every attention layer gets a plain cache that can be rolled back; sliding windows are then
+        # a matter of masks. Models with recurrent state need the layers their config names.
+        types = set(getattr(self.module.config.get_text_config(decoder=True), "layer_types", None) or [])
+        if types <= {"full_attention", "sliding_attention"}:
+            return DynamicCache()
+        return DynamicCache(config=self.module.config)
+
+    # --- vocabulary ---------------------------------------------------------------------------------------------
+
+    def _log_probs(self, hidden: Tensor, tree: TokenTree) -> NDArray[np.float64]:
+        """Log-softmax over the full vocabulary at the candidates of every read; hidden [reads, hidden]."""
+        counts = np.diff(tree.offsets)
+        found = np.empty(len(tree.candidates))
+        step = max(1, HEAD_BYTES // (4 * self.vocabulary))
+        for first in range(0, len(hidden), step):
+            part = hidden[first : first + step]
+            lo, hi = tree.offsets[first], tree.offsets[min(first + step, len(hidden))]
+            rows = torch.from_numpy(np.repeat(np.arange(len(part)), counts[first : first + step])).to(self.device)
+            tokens = torch.from_numpy(tree.candidates[lo:hi]).to(self.device)
+            with torch.inference_mode():
+                log_probs = torch.log_softmax(self._logits(part), -1)
+                found[lo:hi] = log_probs[rows, tokens].double().cpu().numpy()
+        return found
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits, float32, [n, vocabulary], of hidden states [n, hidden]."""
+        with torch.inference_mode():
+            return self._finish(self.module.get_output_embeddings()(hidden)).float()
+
+    # --- plumbing -----------------------------------------------------------------------------------------------
+
+    def plain_logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits of one unpadded row by the model's own forward pass, no cache, float32, shape (n, vocabulary).
+
+        The reference every other way of computing the same numbers is compared with.
+        """
+        self._check_length(len(tokens))
+        self.meter.count(len(tokens))
+        with torch.inference_mode(), self._attention(self._plain_attention):
+            output = self.module(torch.tensor([list(tokens)], device=self.device), use_cache=False)
+        return output.logits[0].float().cpu().numpy()
+
+    def _check_length(self, length: int) -> None:
+        if length > self.max_tokens:
+            raise BackendError(f"{length} tokens do not fit {self.model!r}, whose positions end at {self.max_tokens}")
+
+    def _use(self, implementation: str) -> None:
+        self.module.config._attn_implementation = implementation
+
+    @contextmanager
+    def _attention(self, implementation: str) -> Iterator[None]:
+        before = self.module.config._attn_implementation
+        self._use(implementation)
+        try:
+            yield
+        finally:
+            self._use(before)
+
+    def _probe(self) -> str:
+        """Why the packed layout cannot be used for this model; empty if it reproduces plain forward passes."""
+        config = self.module.config.get_text_config(decoder=True)
+        layer_types = getattr(config, "layer_types", None) or []
+        odd = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+        if odd:
+            return f"layers of kind {', '.join(odd)} cannot skip siblings"
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, self.vocabulary, 12)
+        parents = np.array([-1, 0, 1, 2, 3, 4, 3, 6, 2, 8, 9, 8])
+        reads = np.array([4, 5, 7, 10, 11])
+        everything = np.tile(np.arange(self.vocabulary), len(reads))
+        tree = TokenTree(tokens, parents, reads, everything, np.arange(len(reads) + 1) * self.vocabulary)
+        head = rng.integers(0, self.vocabulary, 6).tolist()
+        try:
+            layout = lay_out(tree, group_size=4)
+            now = self._pass(self.prefill(head), layout, tree.depths[layout.order], 0)
+            states = self._run(None, tokens[layout.order], tree.depths[layout.order], now)
+            packed = torch.log_softmax(self._logits(states[torch.from_numpy(layout.rows[reads])]), -1).cpu().numpy()
+        except (AttributeError, AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            return f"its code does not run packed ({type(error).__name__}: {error})"
+        if len(now.windows) != config.num_hidden_layers:
+            return f"{config.num_hidden_layers - len(now.windows)} of its layers do not use the attention interface"
+        for layer, window in now.windows.items():
+            sliding = layer_types[layer] == "sliding_attention" if layer_types else window is not None
+            if sliding != (window is not None):
+                return f"layer {layer} does not tell the attention interface its window"
+        worst = 0.0
+        for read, ours in zip(reads, packed, strict=True):
+            logits = self.plain_logits([*head, *tokens[tree.path(int(read))].tolist()])[-1]
+            plain = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
+            worst = max(worst, 0.5 * float(np.abs(np.exp(plain) - np.exp(ours)).sum()))
+        limit = 1e-4 if self.torch_dtype == torch.float32 else 0.05
+        if not worst <= limit:
+            return (
+                f"packed and plain next-token distributions differ by {worst:.2g} in total variation (limit {limit:g})"
+            )
+        return ""
+
+
+class TorchStream:
+    """Token-by-token work on a torch backend; keys and values grow in place."""
+
+    def __init__(self, backend: TorchBackend, prefix: Any) -> None:
+        self._backend = backend
+        self._prefix = prefix
+        self._fed: list[int] = []
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # packed: room for [g, capacity, d]
+        self._cache: Any = None  # rows: a copy of the prefix's cache
+        if backend.layout == "rows":
+            self._cache = copy.deepcopy(prefix.cache) if prefix else backend._new_cache()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far, the prefix included."""
+        return (self._prefix.length if self._prefix else 0) + len(self._fed)
+
+    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Append tokens; logits after each, float32, shape (k, vocabulary)."""
+        backend, n = self._backend, len(tokens)
+        if backend.layout == "rows":
+            states = backend._run_rows([list(tokens)], self._cache, self.length)[0]
+        else:
+            prefix = self._prefix or PackedPrefix()
+            fed = len(self._fed)
+            grown = {layer: (k[:, :fed], v[:, :fed]) for layer, (k, v) in self._layers.items()}
+            so_far = PackedPrefix((*prefix.segments, Segment(prefix.length, fed, grown)) if fed else prefix.segments)
+            chain = Layout(np.arange(n), np.arange(n), (Chain(0, n, n),), ())
+            now = backend._pass(so_far, chain, np.arange(n), keep=n)
+            states = backend._run(so_far, np.asarray(tokens), np.arange(n), now)
+            for layer, new in now.kept.items():
+                self._layers[layer] = tuple(_write(self._room(layer, i, t), fed, t) for i, t in enumerate(new))  # type: ignore[assignment]
+        self._fed.extend(tokens)
+        return backend._logits(states).cpu().numpy()
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` fed tokens.
+
+        Raises
+        ------
+        ParameterError
+            If fewer than `count` tokens were fed.
+        """
+        if not 0 <= count <= len(self._fed):
+            raise ParameterError(f"rollback({count}): only {len(self._fed)} tokens were fed")
+        if not count:
+            return
+        self._fed = self._fed[:-count]
+        if self._cache is None:
+            return
+        if all(type(layer) is DynamicLayer for layer in self._cache.layers):
+            self._cache.crop(-count)
+            return
+        # Recurrent state has no way back: start again from the prefix.
+        again, self._fed = self._fed, []
+        self._cache = copy.deepcopy(self._prefix.cache) if self._prefix else self._backend._new_cache()
+        if again:
+            self.feed(again)
+
+    def _room(self, layer: int, which: int, new: Tensor) -> Tensor | None:
+        """The buffer for one layer's keys (0) or values (1), None where it is missing or full."""
+        if layer not in self._layers:
+            return None
+        buffer = self._layers[layer][which]
+        return buffer if len(self._fed) + new.shape[1] <= buffer.shape[1] else _doubled(buffer, new.shape[1])
+
+
+def _doubled(buffer: Tensor, more: int) -> Tensor:
+    g, capacity, d = buffer.shape
+    bigger = buffer.new_empty(g, 2 * capacity + more, d)
+    bigger[:, :capacity] = buffer
+    return bigger
+
+
+def _write(buffer: Tensor | None, at: int, new: Tensor) -> Tensor:
+    """Put [g, k, d] into the buffer's places ``at…``; a fresh buffer where there is none."""
+    if buffer is None:
+        buffer = new.new_empty(new.shape[0], max(64, 2 * new.shape[1]), new.shape[2])
+    buffer[:, at : at + new.shape[1]] = new
+    return buffer
+
+
+def _leaf_paths(children: list[list[int]], root: int) -> Iterator[list[int]]:
+    """Every path from `root` to a leaf below it, `root` included, in depth-first order."""
+    stack = [[root]]
+    while stack:
+        path = stack.pop()
+        below = children[path[-1]]
+        if not below:
+            yield path
+        stack.extend([*path, child] for child in reversed(below))
+
+
+def _find_finish(model: Any, config: Any) -> Any:
+    """What the model does to its logits after the vocabulary projection, found by trying.
+
+    Running the projection only where something is read needs the steps after it (Gemma 2 caps logits, Granite and Cohere
+    scale them). The candidates are compared with the model's own forward pass.
+    """
+    cap = getattr(config, "final_logit_softcapping", None)
+    divide = getattr(config, "logits_scaling", None)
+    times = getattr(config, "logit_scale", None)
+    candidates: list[Any] = [lambda logits: logits]
+    if cap:
+        candidates.append(lambda logits: cap * torch.tanh(logits / cap))
+    if divide:
+        candidates.append(lambda logits: logits / divide)
+    if times:
+        candidates.append(lambda logits: logits * times)
+    ids = torch.arange(5, device=next(model.parameters()).device)[None] % int(config.vocab_size)
+    with torch.inference_mode():
+        truth = model(ids, use_cache=False).logits.float()
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        for finish in candidates:
+            ours = finish(model.get_output_embeddings()(states)).float()
+            if ours.shape == truth.shape and torch.allclose(ours, truth, rtol=1e-3, atol=1e-3):
+                return finish
+    raise BackendError(
+        f"{type(model).__name__} changes its logits after the vocabulary projection in a way this backend does not know; "
+        "adding it to _find_finish in pcdlab/backends/torch.py takes one line"
+    )
+
+
+def _fingerprint(folder: Path, dtype: str, device: str) -> str:
+    """Identity of weights, number format and code, for prefixes kept on disk."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    digest.update(f"{dtype} {device} {torch.__version__} {transformers.__version__}".encode())
+    return digest.hexdigest()
+
+
+def best_device() -> str:
+    """CUDA if there is one, then Apple's mps, then the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def best_dtype(device: str) -> str:
+    """The faster number format that does not move decisions; figures in docs/lab-notes.md."""
+    if device != "cpu":
+        return "bfloat16"
+    # Without matrix tiles, bfloat16 products run at about half the speed of float32 ones.
+    tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return "bfloat16" if tiles else "float32"

@@ -1,0 +1,293 @@
+"""Attention over a token tree in one packed row, as a transformers attention function.
+
+The model's own code computes queries, keys and values (projections, norms, rotary positions); this module only decides
+who attends to whom. Following :func:`pcdlab.tokentree.lay_out` it splits the work into parts that need no mask (every
+row against the cached prefix, every row against the chains above it), causal parts (inside chains) and small masked
+blocks (inside groups), and joins the parts by their log-sum-exp, so that no score is computed twice and no mask of the
+size rows × keys exists. It knows nothing of models, caches of transformers, or reads.
+
+Parts of a softmax computed apart join exactly: with (o₁, s₁) and (o₂, s₂) the outputs and log-sum-exps over two disjoint
+key sets, the softmax over their union has s = log(e^s₁ + e^s₂) and o = o₁ e^(s₁ − s) + o₂ e^(s₂ − s) (Dao et al. 2022,
+FlashAttention, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from pcdlab.tokentree import Layout
+
+__all__ = ["IMPLEMENTATION", "Pass", "Segment", "running"]
+
+IMPLEMENTATION = "pcdlab_tree"  # the name transformers knows this attention function by
+
+Mask = Tensor | Literal["causal"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Keys and values of consecutive prefix tokens, one pair per layer.
+
+    Attributes
+    ----------
+    start : int
+        Position of the first token.
+    length : int
+        Number of tokens m.
+    layers : dict of int to (Tensor, Tensor)
+        Layer index → keys and values, each of shape [key-value heads, m, head dimension].
+    """
+
+    start: int
+    length: int
+    layers: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass over a laid-out tree: what the attention function needs to know.
+
+    Attributes
+    ----------
+    layout : Layout
+        Chains and groups of the tree, rows in depth-first order.
+    segments : tuple of Segment
+        The prefix, in order of position.
+    positions : Tensor
+        Position of each row, int64, shape [n].
+    keep : int
+        The first `keep` rows' keys and values are stored in `kept`.
+    kept : dict
+        Filled during the pass: layer index → (keys, values), each [key-value heads, keep, head dimension].
+    windows : dict
+        Filled during the pass: layer index → sliding window the model asked for, or None.
+    """
+
+    layout: Layout
+    segments: tuple[Segment, ...]
+    positions: Tensor
+    keep: int = 0
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    _masks: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last = int(self.positions.max())
+        self.chain_starts = self.positions[[chain.start for chain in self.layout.chains]].tolist()
+        groups = self.layout.groups
+        widest = max((g.stop - g.start for g in groups), default=0)
+        # [groups, widest]: the row in each place of each group; short groups repeat their first row as padding.
+        self.group_rows = torch.zeros(len(groups), widest, dtype=torch.int64)
+        self.group_mask = torch.zeros(len(groups), widest, widest, dtype=torch.bool)
+        valid = torch.zeros(len(groups), widest, dtype=torch.bool)
+        for i, group in enumerate(groups):
+            size = group.stop - group.start
+            self.group_rows[i] = group.start
+            self.group_rows[i, :size] = torch.arange(group.start, group.stop)
+            self.group_mask[i, :size, :size] = torch.from_numpy(group.mask)
+            valid[i, :size] = True
+        self.group_mask |= torch.eye(widest, dtype=torch.bool)  # padding attends to itself: no empty softmax
+        self.group_places = valid.flatten().nonzero().flatten()
+        device = self.positions.device
+        for name in ("group_rows", "group_mask", "group_places"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.grouped_rows = self.group_rows.flatten()[self.group_places]
+
+    def span_mask(self, rows: slice, start: int, length: int, window: int | None) -> tuple[int, Tensor | None]:
+        """Which of `length` keys at positions ``start…`` the rows may see under a sliding window.
+
+        Returns the number of leading keys no row can see any more, and a mask [rows, keys that are left] or None where all
+        of those are visible to all rows.
+        """
+        if window is None or self.last - start < window:
+            return 0, None
+        key = (rows.start, rows.stop, start, length, window)
+        if key not in self._masks:
+            positions = self.positions[rows]
+            skip = min(length, max(0, int(positions.min()) - window + 1 - start))
+            keys = torch.arange(start + skip, start + length, device=positions.device)
+            mask = positions[:, None] - keys < window
+            self._masks[key] = (skip, None if bool(mask.all()) else mask)
+        return self._masks[key]
+
+    def chain_mask(self, start: int, stop: int, window: int | None) -> Mask:
+        """Causal, or causal within the window where the chain is longer than it."""
+        if window is None or stop - start <= window:
+            return "causal"
+        key = (start, stop, window)
+        if key not in self._masks:
+            distance = self.positions[start:stop, None] - self.positions[None, start:stop]
+            self._masks[key] = (distance >= 0) & (distance < window)
+        return self._masks[key]
+
+    def windowed_group_mask(self, window: int | None) -> Tensor:
+        """Mask inside the groups, bool, [groups, widest, widest]."""
+        if window is None or self.group_mask.shape[-1] <= window:
+            return self.group_mask
+        if window not in self._masks:
+            positions = self.positions[self.group_rows]  # [groups, widest]
+            self._masks[window] = self.group_mask & (positions[:, :, None] - positions[:, None, :] < window)
+        return self._masks[window]
+
+
+_running: ContextVar[Pass | None] = ContextVar("pcdlab_pass", default=None)
+
+
+@contextmanager
+def running(tree_pass: Pass) -> Iterator[Pass]:
+    """Make `tree_pass` the pass that the attention function serves inside the ``with`` block."""
+    token = _running.set(tree_pass)
+    try:
+        yield tree_pass
+    finally:
+        _running.reset(token)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Softmax attention and its log-sum-exp.
+
+    Parameters
+    ----------
+    q : Tensor [b, h, n, d]
+    k, v : Tensor [b, h, m, d], strides of 0 welcome
+    scale : float
+        Factor on the scores.
+    mask : None, "causal" or bool Tensor broadcastable to [b, h, n, m]
+        None: every row sees every key. Rows that see no key get output 0 and log-sum-exp −∞.
+    softcap : float or None
+        Scores s become ``softcap * tanh(s / softcap)`` (Gemma 2).
+
+    Returns
+    -------
+    output : Tensor [b, h, n, d], dtype of `v`
+    log_sum_exp : float32 Tensor [b, h, n]
+    """
+    if q.device.type == "cpu" and softcap is None and v.shape[-1] == q.shape[-1]:
+        bias = None
+        if isinstance(mask, Tensor):
+            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+            while bias.ndim < 4:
+                bias = bias[None]
+        # The kernel behind scaled_dot_product_attention; called directly because only it returns the log-sum-exp.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask == "causal" if isinstance(mask, str) else False, attn_mask=bias, scale=scale
+        )
+        if isinstance(mask, Tensor):
+            lse = lse.masked_fill(~mask.any(-1), float("-inf"))  # the kernel says 0 for a row without keys
+        return out, lse
+    scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()  # [b, h, n, m]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if isinstance(mask, str):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    return torch.matmul(weights.to(v.dtype), v), lse
+
+
+def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Join a second part into (out, lse), in place; all [b, h, n, d] and [b, h, n]."""
+    total = torch.logaddexp(lse, more_lse)
+    anchor = total.masked_fill(total == float("-inf"), 0.0)  # a row that has seen no key so far stays at weight 0
+    out.mul_(torch.exp(lse - anchor)[..., None].to(out.dtype))
+    out.addcmul_(more_out, torch.exp(more_lse - anchor)[..., None].to(out.dtype))
+    lse.copy_(total)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls in every layer, under :data:`IMPLEMENTATION`.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer; its ``layer_idx`` says which prefix keys and values are its own.
+    query : Tensor [1, h, n, d]
+    key, value : Tensor [1, g, n, d]
+        g key-value heads; each serves h / g query heads.
+    scaling, softcap : float or None
+    sliding_window : int or None
+        A row at position p sees keys at positions above p − sliding_window.
+    s_aux : Tensor [h] or None
+        A learned score per head that takes part in the softmax without a value (attention sinks, gpt-oss).
+
+    Returns
+    -------
+    output : Tensor [1, n, h, d]
+    weights : None
+    """
+    now = _running.get()
+    assert now is not None, "tree attention was called outside a tree pass"
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    n = query.shape[2]
+    g = key.shape[1]
+    rep = query.shape[1] // g
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window
+    now.windows[layer] = window
+    if now.keep:
+        now.kept[layer] = (key[0, :, : now.keep].contiguous(), value[0, :, : now.keep].contiguous())
+
+    q = query[0].unflatten(0, (g, rep))  # [g, rep, n, d]: query heads of one key-value head side by side
+    k = key[0].unsqueeze(1).expand(g, rep, n, key.shape[-1])  # no copy: stride 0 over rep
+    v = value[0].unsqueeze(1).expand(g, rep, n, value.shape[-1])
+
+    # Each row inside its own chain or group.
+    out = query.new_empty(n, g, rep, v.shape[-1]).permute(1, 2, 0, 3)  # [g, rep, n, d], memory as [n, h, d]
+    lse = torch.empty(n, g, rep, dtype=torch.float32, device=query.device).permute(1, 2, 0)
+    for chain in now.layout.chains:
+        own = slice(chain.start, chain.stop)
+        mask = now.chain_mask(chain.start, chain.stop, window)
+        out[:, :, own], lse[:, :, own] = attend(q[:, :, own], k[:, :, own], v[:, :, own], scale, mask, softcap)
+    if now.layout.groups:
+        rows = now.group_rows  # [b, w]
+        inside = now.windowed_group_mask(window)[:, None]  # [b, 1, w, w]
+        qg, kg, vg = (t[:, :, rows].permute(2, 0, 1, 3, 4).flatten(1, 2) for t in (q, k, v))  # [b, h, w, d]
+        og, lg = attend(qg, kg, vg, scale, inside, softcap)
+        og = og.transpose(1, 2).flatten(0, 1)[now.group_places]  # [rows, h, d]
+        lg = lg.transpose(1, 2).flatten(0, 1)[now.group_places]  # [rows, h]
+        out[:, :, now.grouped_rows] = og.unflatten(1, (g, rep)).permute(1, 2, 0, 3)
+        lse[:, :, now.grouped_rows] = lg.unflatten(1, (g, rep)).permute(1, 2, 0)
+
+    def look_at(rows: slice, k: Tensor, v: Tensor, start: int) -> None:
+        """Let `rows` also see keys [g, m, d] at positions ``start…``, all of them but for the window."""
+        skip, mask = now.span_mask(rows, start, k.shape[1], window)
+        if skip == k.shape[1]:
+            return
+        k, v = (t[:, skip:].unsqueeze(1).expand(g, rep, -1, -1) for t in (k, v))
+        merge_(out[:, :, rows], lse[:, :, rows], *attend(q[:, :, rows], k, v, scale, mask, softcap))
+
+    for segment in now.segments:
+        look_at(slice(0, n), *segment.layers[layer], segment.start)
+    for chain, start in zip(now.layout.chains, now.chain_starts, strict=True):
+        if chain.reach > chain.stop:
+            own = slice(chain.start, chain.stop)
+            look_at(slice(chain.stop, chain.reach), key[0, :, own], value[0, :, own], start)
+    if s_aux is not None:
+        sink = s_aux.float().view(g, rep, 1)
+        out.mul_(torch.exp(lse - torch.logaddexp(lse, sink))[..., None].to(out.dtype))
+    return out.permute(2, 0, 1, 3).reshape(1, n, g * rep, -1), None
+
+
+AttentionInterface.register(IMPLEMENTATION, tree_attention)

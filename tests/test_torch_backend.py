@@ -1,0 +1,200 @@
+"""Packed equals rows equals plain forward passes, on every architecture at hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import VOCABULARY, tiny
+
+from pcdlab.backends import torch_attention
+from pcdlab.backends.torch import PackedPrefix, TorchBackend
+from pcdlab.errors import BackendError, NumericsError, ParameterError
+from pcdlab.tokentree import TokenTree, TreeBuilder, join
+
+PURE_ATTENTION = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mistral", "gpt_oss"]
+HYBRID = ["lfm2", "qwen3_next"]
+EVERYTHING = np.arange(VOCABULARY)
+
+
+def random_tree(seed: int, trunk: int, branches: int) -> TokenTree:
+    """A trunk with branching twigs below it, every node read in full."""
+    rng = np.random.default_rng(seed)
+    builder = TreeBuilder()
+    end = builder.extend(-1, rng.integers(3, VOCABULARY, trunk).tolist())
+    nodes = [end]
+    for _ in range(branches):
+        nodes.append(builder.extend(int(rng.choice(nodes)), rng.integers(3, VOCABULARY, rng.integers(1, 5)).tolist()))
+    for node in range(len(builder.tokens)):
+        builder.read(node, EVERYTHING.tolist())
+    return builder.build()
+
+
+def plain(backend: TorchBackend, head: list[int], tree: TokenTree) -> np.ndarray:
+    """The reference: one plain forward pass per read."""
+    expected = []
+    for node in tree.read_nodes:
+        logits = backend.plain_logits([*head, *tree.tokens[tree.path(int(node))].tolist()])[-1]
+        expected.append(torch.log_softmax(torch.from_numpy(logits), -1).numpy())
+    return np.concatenate(expected)
+
+
+@pytest.mark.parametrize("kind", PURE_ATTENTION)
+def test_packed_equals_rows_equals_plain(kind: str) -> None:
+    packed, rows = TorchBackend(tiny(kind)), TorchBackend(tiny(kind), layout="rows")
+    assert packed.layout == "packed", packed.layout_reason
+    head = np.random.default_rng(1).integers(3, VOCABULARY, 23).tolist()
+    tree = random_tree(2, trunk=12, branches=9)
+    expected = plain(packed, head, tree)
+    for backend in (packed, rows):
+        got = backend.read(backend.prefill(head), tree).log_probs
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_hybrids_fall_back_to_rows_and_equal_plain(kind: str) -> None:
+    backend = TorchBackend(tiny(kind))
+    assert backend.layout == "rows"
+    assert "cannot skip siblings" in backend.layout_reason
+    head = list(range(3, 20))
+    tree = random_tree(3, trunk=6, branches=6)
+    got = backend.read(backend.prefill(head), tree, keep=4)
+    np.testing.assert_allclose(got.log_probs, plain(backend, head, tree), atol=1e-5)
+    again = random_tree(4, trunk=2, branches=2)
+    np.testing.assert_allclose(
+        backend.read(got.prefix, again).log_probs, plain(backend, [*head, *tree.tokens[:4].tolist()], again), atol=1e-5
+    )
+
+
+def test_absolute_positions_run_packed_too() -> None:
+    backend = TorchBackend(tiny("gpt2"))
+    tree = random_tree(5, trunk=5, branches=7)
+    np.testing.assert_allclose(
+        backend.read(backend.prefill([5, 6, 7]), tree).log_probs, plain(backend, [5, 6, 7], tree), atol=1e-5
+    )
+
+
+@given(st.integers(0, 10_000), st.integers(0, 12), st.integers(0, 14), st.sampled_from(["llama", "gemma2", "gemma3"]))
+@settings(max_examples=25, deadline=None)
+def test_any_tree_equals_plain(seed: int, trunk: int, branches: int, kind: str) -> None:
+    backend = BACKENDS[kind]
+    head = np.random.default_rng(seed).integers(3, VOCABULARY, seed % 17 + 1).tolist()
+    tree = random_tree(seed, trunk + (branches == 0), branches)
+    np.testing.assert_allclose(
+        backend.read(backend.prefill(head), tree).log_probs, plain(backend, head, tree), atol=1e-5
+    )
+
+
+BACKENDS = {kind: TorchBackend(tiny(kind)) for kind in ("llama", "gemma2", "gemma3")}
+
+
+def test_without_a_prefix() -> None:
+    tree = random_tree(7, trunk=9, branches=4)
+    got = BACKENDS["llama"].read(None, tree).log_probs
+    np.testing.assert_allclose(got, plain(BACKENDS["llama"], [], tree), atol=1e-5)
+
+
+def test_large_groups_and_many_documents() -> None:
+    backend = BACKENDS["gemma3"]
+    rng = np.random.default_rng(8)
+    trunks = [rng.integers(3, VOCABULARY, n).tolist() for n in (3, 110, 1, 40, 3)]
+    trunks.append(trunks[0])
+    branches = random_tree(9, trunk=2, branches=30)
+    head = [4, 5, 6]
+    prefix = backend.prefill(head)
+    together = backend.read(prefix, join(trunks, [branches] * len(trunks))).log_probs.reshape(len(trunks), -1)
+    for trunk, got in zip(trunks, together, strict=True):
+        alone = backend.read(prefix, join([trunk], [branches])).log_probs
+        np.testing.assert_allclose(got, alone, atol=1e-5)
+    np.testing.assert_allclose(together[1], plain(backend, [*head, *trunks[1]], branches), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_prefixes_grow_in_any_number_of_steps_and_never_change(kind: str) -> None:
+    backend = BACKENDS[kind]
+    tokens = np.random.default_rng(10).integers(3, VOCABULARY, 30).tolist()
+    tree = random_tree(11, trunk=4, branches=5)
+    first = backend.prefill(tokens[:11])
+    before = backend.read(first, tree).log_probs
+    second = backend.prefill(tokens[11:12], first)
+    third = backend.prefill(tokens[12:], second)
+    assert (first.length, second.length, third.length) == (11, 12, 30)
+    one_shot = backend.read(backend.prefill(tokens), tree).log_probs
+    np.testing.assert_allclose(backend.read(third, tree).log_probs, one_shot, atol=1e-5)
+    np.testing.assert_array_equal(backend.read(first, tree).log_probs, before)
+    kept = backend.read(first, tree, keep=3).prefix
+    follow = random_tree(12, trunk=1, branches=2)
+    np.testing.assert_allclose(
+        backend.read(kept, follow).log_probs,
+        plain(backend, [*tokens[:11], *tree.tokens[:3].tolist()], follow),
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+def test_stream_feeds_and_rolls_back(kind: str) -> None:
+    backend = TorchBackend(tiny(kind))
+    tokens = np.random.default_rng(13).integers(3, VOCABULARY, 90).tolist()
+    expected = backend.plain_logits(tokens)
+    stream = backend.stream(backend.prefill(tokens[:5]))
+    got = [stream.feed(tokens[5:6]), stream.feed(tokens[6:20])]
+    stream.feed([3, 4, 5])
+    stream.rollback(3)
+    assert stream.length == 20
+    got += [stream.feed([token]) for token in tokens[20:]]
+    np.testing.assert_allclose(np.concatenate(got), expected[5:], atol=1e-4)
+    with pytest.raises(ParameterError, match="only 85 tokens"):
+        stream.rollback(86)
+
+
+def test_the_matrix_kernel_equals_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulation for devices without the CPU kernel, on the same passes."""
+    tree = random_tree(14, trunk=12, branches=9)
+    flash = BACKENDS["gemma3"].read(BACKENDS["gemma3"].prefill([3, 4, 5, 6]), tree).log_probs
+
+    def no_flash(q, k, v, scale, mask, softcap, original=torch_attention.attend):  # type: ignore[no-untyped-def]
+        return original(q, k, v, scale, mask, 1e6)  # a cap this high changes nothing but the code path
+
+    monkeypatch.setattr(torch_attention, "attend", no_flash)
+    matrix = BACKENDS["gemma3"].read(BACKENDS["gemma3"].prefill([3, 4, 5, 6]), tree).log_probs
+    np.testing.assert_allclose(matrix, flash, atol=1e-5)
+
+
+def test_a_pass_is_counted_once_and_by_its_tokens() -> None:
+    backend = TorchBackend(tiny("llama"))
+    prefix = backend.prefill([3, 4, 5])
+    tree = random_tree(15, trunk=4, branches=3)
+    backend.read(prefix, tree)
+    assert (backend.meter.forward_passes, backend.meter.tokens_fed) == (2, 3 + len(tree))
+
+
+def test_prefixes_survive_the_disk(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    backend = BACKENDS["gemma3"]
+    prefix = backend.prefill([9, 8, 7], backend.prefill([3, 4, 5, 6]))
+    backend.save(prefix, tmp_path / "prefix.safetensors")
+    loaded = backend.load_prefix(tmp_path / "prefix.safetensors")
+    assert isinstance(loaded, PackedPrefix)
+    assert (loaded.length, loaded.nbytes) == (prefix.length, prefix.nbytes)
+    tree = random_tree(16, trunk=3, branches=3)
+    np.testing.assert_array_equal(backend.read(loaded, tree).log_probs, backend.read(prefix, tree).log_probs)
+
+
+def test_garbage_logits_are_an_error_not_an_argmax() -> None:
+    import copy
+
+    broken = copy.deepcopy(tiny("llama"))
+    backend = TorchBackend(broken, name="broken")
+    with torch.no_grad():
+        broken.model.norm.weight[0] = float("nan")
+    with pytest.raises(NumericsError, match="'broken' returned NaN"):
+        backend.read(None, random_tree(17, trunk=3, branches=1))
+
+
+def test_too_long_and_bad_arguments() -> None:
+    backend = BACKENDS["llama"]
+    with pytest.raises(BackendError, match="513 tokens do not fit"):
+        backend.prefill([3] * 513)
+    with pytest.raises(ParameterError, match="keep=99"):
+        backend.read(None, random_tree(18, trunk=4, branches=2), keep=99)
