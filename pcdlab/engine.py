@@ -1,0 +1,532 @@
+"""The engine: documents and schemas in, extractions out.
+
+Ties the parts together: prompt and compiled schema, head cache, tree passes, decisions, waves, joint mode, batches and
+statistics. It knows no framework (that is the backend's) and no numbers beyond log-probabilities (that is
+:mod:`pcdlab.decide`'s).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from tqdm.auto import tqdm
+
+from pcdlab import decide as deciding
+from pcdlab.backends.base import Backend, load_backend
+from pcdlab.compile import CompiledField, CompiledSchema, compile_schema
+from pcdlab.decide import Normalise, Plan, Scorer, Wish
+from pcdlab.errors import ContextLengthError, ParameterError, PcdlabError
+from pcdlab.heads import HeadCache
+from pcdlab.models import cache_dir, find, locate
+from pcdlab.prompt import Prompt
+from pcdlab.result import Extraction, FieldDecision, Stats
+from pcdlab.schema import Schema
+from pcdlab.tokenizer import Codec, HFCodec
+from pcdlab.tokentree import join
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Engine"]
+
+Mode = Literal["isolated", "joint"]
+
+TOKENS_PER_PASS = 4096  # documents are batched up to this many tree nodes
+SCHEMAS = 16  # compiled schemas kept
+LOW_MASS = 0.1  # below this the model would rather have written something else: a warning
+FIRST_LINE = ""  # constant first line of the object; what was measured is in docs/lab-notes.md
+
+
+class Engine:
+    """A model that fills schemas.
+
+    Parameters
+    ----------
+    backend : Backend
+        Runs the model.
+    codec : Codec
+        Its tokenizer and chat template.
+    heads : HeadCache, optional
+        Where prompt heads are kept; by default in memory only.
+    """
+
+    def __init__(self, backend: Backend, codec: Codec, heads: HeadCache | None = None) -> None:
+        self.backend = backend
+        self.codec = codec
+        self.heads = heads or HeadCache(backend, None)
+        self._compiled: OrderedDict[tuple[Schema, str | None], CompiledSchema] = OrderedDict()
+
+    @classmethod
+    def load(cls, name: str = "smollm2-135m", backend: str = "torch", dtype: str = "auto") -> Engine:
+        """Load a model.
+
+        Parameters
+        ----------
+        name : str
+            An alias of ``pcdlab models``, a local folder or a Hugging Face id.
+        backend : str
+            Framework to run it on.
+        dtype : str
+            ``"auto"`` (the backend's choice, named in every result), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+        Raises
+        ------
+        ModelError
+            If the model cannot be found or loaded.
+        BackendError
+            If the framework is missing.
+        """
+        folder = locate(name)
+        spec = find(name)
+        codec = HFCodec.load(folder, spec.template_options if spec else {})
+        loaded = load_backend(backend, folder, dtype)
+        return cls(loaded, codec, HeadCache(loaded, cache_dir() / "heads"))
+
+    # --- what is asked ------------------------------------------------------------------------------------------
+
+    def compile(self, schema: Schema | Mapping[str, Any] | type, instructions: str | None = None) -> CompiledSchema:
+        """The schema in this model's tokens; kept for the next call.
+
+        Parameters
+        ----------
+        schema : Schema, dict or pydantic model
+            Whatever :meth:`pcdlab.schema.Schema.of` takes.
+        instructions : str, optional
+            Text in front of the catalogue instead of the default.
+        """
+        key = (Schema.of(schema), instructions)
+        if key not in self._compiled:
+            self._compiled[key] = compile_schema(self.codec, key[0], instructions, FIRST_LINE)
+            while len(self._compiled) > SCHEMAS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return self._compiled[key]
+
+    def prompt(self, schema: Schema | Mapping[str, Any] | type, instructions: str | None = None) -> Prompt:
+        """The prompt this engine uses for a schema: what the model reads, as text and as token ids."""
+        return self.compile(schema, instructions).prompt
+
+    # --- one document -------------------------------------------------------------------------------------------
+
+    def extract(
+        self,
+        text: str,
+        schema: Schema | Mapping[str, Any] | type,
+        mode: Mode = "isolated",
+        scorer: Scorer = "auto",
+        normalise: Normalise = "sum",
+        instructions: str | None = None,
+    ) -> Extraction:
+        """Fill a schema for one document.
+
+        Parameters
+        ----------
+        text : str
+            The document.
+        schema : Schema, dict or pydantic model
+        mode : {"isolated", "joint"}
+            "isolated": every field sees the document and the fields it depends on. "joint": every field also sees the
+            answers before it, and the result is the one that deciding the fields one after another gives.
+        scorer : {"auto", "marginal", "exact", "walk", "hybrid"}
+            See :mod:`pcdlab.decide`. "auto": marginal up to 32 labels, hybrid above.
+        normalise : {"sum", "length", "unconditional"}
+            Label scores as they are, per token, or minus the score under an empty document.
+        instructions : str, optional
+            Text in front of the catalogue instead of the default.
+
+        Returns
+        -------
+        Extraction
+
+        Raises
+        ------
+        ContextLengthError
+            If prompt and fields are longer than the model's context.
+        SchemaError, TokenizationError, ParameterError, NumericsError
+        """
+        return next(self._extract([text], schema, mode, scorer, normalise, instructions, "raise", TOKENS_PER_PASS))
+
+    # --- many documents -----------------------------------------------------------------------------------------
+
+    def extract_many(
+        self,
+        texts: Iterable[str],
+        schema: Schema | Mapping[str, Any] | type,
+        mode: Mode = "isolated",
+        scorer: Scorer = "auto",
+        normalise: Normalise = "sum",
+        instructions: str | None = None,
+        errors: Literal["raise", "return"] = "raise",
+        tokens_per_pass: int = TOKENS_PER_PASS,
+        progress: bool = True,
+    ) -> Any:
+        """Fill a schema for many documents, batched as branches of one tree.
+
+        Parameters
+        ----------
+        texts : sequence or iterator of str
+            A sequence gives a list; an iterator gives a generator that holds one batch at a time.
+        schema, mode, scorer, normalise, instructions
+            As for :meth:`extract`.
+        errors : {"raise", "return"}
+            What to do with a document that cannot be decided: stop, or put the error in its place.
+        tokens_per_pass : int
+            Most tree nodes in one forward pass.
+        progress : bool
+            Show a progress bar.
+
+        Returns
+        -------
+        list or generator of Extraction
+            In the order of `texts`; a :class:`~pcdlab.errors.PcdlabError` in place of each failed document where ``errors`` is
+            "return".
+        """
+        if errors not in ("raise", "return"):
+            raise ParameterError(f"errors={errors!r} is unknown; choose 'raise' or 'return'")
+        if isinstance(texts, str):
+            raise ParameterError("texts is one string; give a list of documents, or use extract for one")
+        total = len(texts) if hasattr(texts, "__len__") else None
+        results = self._extract(texts, schema, mode, scorer, normalise, instructions, errors, tokens_per_pass)
+        shown = tqdm(results, total=total, unit="doc", disable=not progress or total == 1)
+        return list(shown) if total is not None else iter(shown)
+
+    def extract_frame(
+        self, frame: pd.DataFrame, schema: Schema | Mapping[str, Any] | type, text: str, **options: Any
+    ) -> pd.DataFrame:
+        """Fill a schema for every row of a table.
+
+        Parameters
+        ----------
+        frame : pandas.DataFrame
+        schema : Schema, dict or pydantic model
+        text : str
+            The column that holds the documents.
+        **options
+            As for :meth:`extract_many`.
+
+        Returns
+        -------
+        pandas.DataFrame
+            The table with three columns more per field: ``<field>``, ``<field>_probability`` and
+            ``<field>_candidate_mass``. Rows whose document failed (``errors="return"``) hold missing values, and a column
+            ``error`` says why.
+
+        Raises
+        ------
+        ParameterError
+            If the column is missing or holds something else than text, or a new column's name is taken.
+        """
+        if text not in frame.columns:
+            raise ParameterError(f"text={text!r} is not a column; the table has {', '.join(map(str, frame.columns))}")
+        documents = frame[text].tolist()
+        for place, document in enumerate(documents):
+            if not isinstance(document, str):
+                raise ParameterError(
+                    f"row {frame.index[place]!r}: column {text!r} holds {type(document).__name__}, not text; drop or fill it"
+                )
+        results = self.extract_many(documents, schema, **options)
+        new: dict[str, list[Any]] = {}
+        for name in Schema.of(schema).names:
+            decisions = [r.fields[name] if isinstance(r, Extraction) else None for r in results]
+            new[name] = [d.value if d else None for d in decisions]
+            new[f"{name}_probability"] = [d.probability if d else None for d in decisions]
+            new[f"{name}_candidate_mass"] = [d.candidate_mass if d else None for d in decisions]
+        if any(not isinstance(r, Extraction) for r in results):
+            new["error"] = [None if isinstance(r, Extraction) else str(r) for r in results]
+        taken = sorted(set(new) & set(frame.columns))
+        if taken:
+            raise ParameterError(f"columns {', '.join(taken)} are in the table already; rename or drop them first")
+        return frame.assign(**new)
+
+    # --- how ----------------------------------------------------------------------------------------------------
+
+    def _extract(
+        self,
+        texts: Iterable[str],
+        schema: Any,
+        mode: str,
+        scorer: str,
+        normalise: Any,
+        instructions: str | None,
+        errors: str,
+        tokens_per_pass: int,
+    ) -> Iterator[Any]:
+        deciding.check_options(scorer, normalise)
+        if mode not in ("isolated", "joint"):
+            raise ParameterError(f"mode={mode!r} is unknown; choose 'isolated' or 'joint'")
+        job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode)
+        batch: list[_Document | PcdlabError] = []
+        nodes = 0
+        for number, text in enumerate(texts):
+            item: _Document | PcdlabError
+            try:
+                item = job.tokenise(text)
+            except PcdlabError as error:
+                if errors == "raise":
+                    raise (type(error)(f"document {number}: {error}") if number else error) from None
+                item = error
+            size = job.size(item)
+            if batch and nodes + size > tokens_per_pass:
+                yield from job.run(batch, errors)
+                batch, nodes = [], 0
+            batch.append(item)
+            nodes += size
+        yield from job.run(batch, errors)
+
+
+@dataclass
+class _Document:
+    """A tokenized document on its way through the passes."""
+
+    ids: list[int]
+    cached: int  # leading ids that are the head
+    clock: dict[str, float]
+    decisions: dict[str, FieldDecision] = field(default_factory=dict)
+    changes: list[int] = field(default_factory=list)
+
+    @property
+    def trunk(self) -> list[int]:
+        return self.ids[self.cached :]
+
+
+@contextmanager
+def _timed(clock: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        clock[phase] = clock.get(phase, 0.0) + time.perf_counter() - start
+
+
+class _Job:
+    """One schema under one set of options, for any number of documents."""
+
+    def __init__(self, engine: Engine, compiled: CompiledSchema, scorer: str, normalise: Normalise, mode: str) -> None:
+        self.engine = engine
+        self.backend = engine.backend
+        self.compiled = compiled
+        self.schema = compiled.schema
+        self.scorer = scorer
+        self.normalise = normalise
+        self.mode = mode
+        self.references: dict[tuple[str, tuple[int, ...]], Any] = {}
+        open_fields = {item.name for item in self.schema if not item.fixed}
+        waves = [list(self.schema.names)] if mode == "joint" else self.schema.waves()
+        self.waves = [wave for names in waves if (wave := [name for name in names if name in open_fields])]
+        # What the first pass asks is the same for every document.
+        self.first = deciding.plan([self.wish(name, {}) for name in (self.waves or [[]])[0]])
+        # Documents share a pass only where one pass decides everything; else each keeps its own trunk in between.
+        looks_twice = any(item.wish.scorer == "hybrid" for item in self.first.fields)
+        self.one_pass = mode == "isolated" and len(self.waves) <= 1 and not looks_twice
+        lines = [len(item.branch) + max(len(s.tokens) for s in item.canonical) for item in compiled]
+        self.room = max(lines) if self.one_pass else sum(lines)  # most tokens behind the prompt
+
+    def wish(self, name: str, answers: Mapping[str, FieldDecision]) -> Wish:
+        """Ask for a field that sees the answers it depends on."""
+        seen = self._ancestors(name)
+        return self.wish_after(name, [other for other in self.schema.names if other in seen], answers)
+
+    def wish_after(self, name: str, seen: Sequence[str], answers: Mapping[str, FieldDecision]) -> Wish:
+        """Ask for a field that sees the lines of `seen`, in that order."""
+        item = self.compiled.fields[name]
+        before = tuple(token for other in seen for token in self.line(other, answers))
+        return Wish(item, deciding.resolve(self.scorer, len(item.field.labels)), before)
+
+    def line(self, name: str, answers: Mapping[str, FieldDecision]) -> tuple[int, ...]:
+        """Tokens of the line that says a field's answer."""
+        item = self.compiled.fields[name]
+        return item.line(0 if item.field.fixed else item.field.labels.index(answers[name].value))
+
+    def _ancestors(self, name: str) -> set[str]:
+        found: set[str] = set()
+        waiting = list(self.schema[name].depends_on) if self.mode == "isolated" else []
+        while waiting:
+            other = waiting.pop()
+            if other not in found:
+                found.add(other)
+                waiting.extend(self.schema[other].depends_on)
+        return found
+
+    # --- documents in -------------------------------------------------------------------------------------------
+
+    def tokenise(self, text: Any) -> _Document:
+        """Token ids of the whole prompt, checked against the model's context."""
+        if not isinstance(text, str):
+            raise ParameterError(f"the document is {type(text).__name__}, not text")
+        clock: dict[str, float] = {}
+        with _timed(clock, "tokenise"):
+            head = self.compiled.prompt.head
+            ids = self.compiled.prompt.ids(text)
+        # A tokenizer may merge a document's first characters with the text in front of them; then the head is not there.
+        cached = len(head) if len(ids) > len(head) and tuple(ids[: len(head)]) == head else 0
+        if len(ids) + self.room > self.backend.max_tokens:
+            raise ContextLengthError(
+                f"{len(ids)} prompt tokens and up to {self.room} for the fields do not fit the {self.backend.max_tokens} tokens "
+                f"of {self.backend.model!r}. The catalogue takes {len(head)} of them, the document the rest: shorten it, split "
+                "the schema, or take a model with a longer context."
+            )
+        return _Document(ids, cached, clock)
+
+    def size(self, item: _Document | PcdlabError) -> int:
+        """Tree nodes a document adds to its batch; a pass of its own where it cannot share one."""
+        if isinstance(item, PcdlabError):
+            return 0
+        alone = not (self.one_pass and item.cached)
+        return 1 << 40 if alone else len(item.trunk) + len(self.first.tree)
+
+    # --- results out --------------------------------------------------------------------------------------------
+
+    def run(self, batch: Sequence[_Document | PcdlabError], errors: str) -> Iterator[Extraction | PcdlabError]:
+        """Decide a batch; an error that stands for a document stays in its place."""
+        documents = [item for item in batch if isinstance(item, _Document)]
+        meter = self.backend.meter
+        before = (meter.forward_passes, meter.tokens_fed)
+        clock: dict[str, float] = {}
+        warm = False
+        failure: PcdlabError | None = None
+        try:
+            if documents and self.waves:
+                head, warm = self._head(documents[0], clock)
+                with _timed(clock, "score"):
+                    if self.one_pass:
+                        self._together(documents, head)
+                    elif self.mode == "isolated":
+                        self._waves(documents[0], head)
+                    else:
+                        self._joint(documents[0], head)
+        except PcdlabError as error:
+            if errors == "raise":
+                raise
+            failure = error
+        cost = (meter.forward_passes - before[0], meter.tokens_fed - before[1])
+        for item in batch:
+            if isinstance(item, _Document):
+                yield failure or self._result(item, cost, clock, warm, len(documents))
+            else:
+                yield item
+
+    def _result(
+        self, document: _Document, cost: tuple[int, int], clock: dict[str, float], warm: bool, documents: int
+    ) -> Extraction:
+        seconds = {**document.clock, **clock}
+        with _timed(seconds, "assemble"):
+            fields = {
+                item.field.name: document.decisions.get(item.field.name) or _fixed(item) for item in self.compiled
+            }
+            warnings = [
+                f"{name}: the model's own continuation reaches an allowed label with probability {decision.candidate_mass:.2g} "
+                "only; the document may not fit the labels"
+                for name, decision in fields.items()
+                if decision.candidate_mass is not None and decision.candidate_mass < LOW_MASS
+            ]
+        stats = Stats(*cost, document.cached if warm else 0, seconds, documents, tuple(document.changes))
+        backend = self.backend
+        return Extraction(fields, stats, tuple(warnings), backend.model, backend.name, backend.dtype, self.mode)
+
+    # --- passes -------------------------------------------------------------------------------------------------
+
+    def _head(self, document: _Document, clock: dict[str, float]) -> tuple[Any, bool]:
+        """The head's prefix, and whether it was there already."""
+        if not document.cached:
+            return None, False
+        with _timed(clock, "head"):
+            tokens = document.ids[: document.cached]
+            prefix = self.engine.heads.get(tokens)
+            if prefix is not None:
+                return prefix, True
+            prefix = self.backend.prefill(tokens)
+            self.engine.heads.put(tokens, prefix)
+            return prefix, False
+
+    def _together(self, documents: Sequence[_Document], head: Any) -> None:
+        """One pass for all documents."""
+        tree = join([d.trunk for d in documents], [self.first.tree] * len(documents))
+        log_probs = self.backend.read(head, tree).log_probs.reshape(len(documents), -1)
+        references = self._references(self.first)
+        for document, row in zip(documents, log_probs, strict=True):
+            for item, reference in zip(self.first.fields, references, strict=True):
+                decision = deciding.decide(item, row, self.normalise, reference)
+                assert isinstance(decision, FieldDecision)
+                document.decisions[decision.name] = decision
+
+    def _waves(self, document: _Document, head: Any) -> None:
+        """One pass per wave of fields that depend on one another; the trunk is run once."""
+        prefix, trunk = head, document.trunk
+        for number, names in enumerate(self.waves):
+            plan = deciding.plan([self.wish(name, document.decisions) for name in names]) if number else self.first
+            prefix, trunk = self._ask(document, prefix, trunk, plan, keep=number + 1 < len(self.waves))
+
+    def _joint(self, document: _Document, head: Any) -> None:
+        """Fixed point: read every field under the drafted answers before it, redraft, until nothing changes.
+
+        A field whose predecessors' answers are final, and that was read under them, is settled; each pass settles at
+        least one more, so the loop ends. Only what follows the first change is read again.
+        """
+        names = self.schema.names
+        prefix, trunk = self._ask(document, head, document.trunk, self.first, keep=True)
+        settled = 0 if self.schema[names[0]].fixed else 1  # nothing stands before the first field
+        done = 0  # fields whose lines are in the prefix
+        while settled < len(names):
+            answers = document.decisions
+            draft = {name: answers[name].value for name in names[settled:] if name in answers}
+            lines = [token for name in names[done:settled] for token in self.line(name, answers)]
+            wishes = [
+                self.wish_after(name, names[settled:i], answers)
+                for i, name in enumerate(names)
+                if i >= settled and name in answers
+            ]
+            if not wishes:
+                return
+            prefix, trunk = self._ask(document, prefix, [*trunk, *lines], deciding.plan(wishes), keep=True)
+            done = settled
+            changed = [name for name, value in draft.items() if answers[name].value != value]
+            document.changes.append(len(changed))
+            settled = names.index(changed[0]) + 1 if changed else len(names)
+
+    def _ask(self, document: _Document, prefix: Any, trunk: list[int], plan: Plan, keep: bool) -> tuple[Any, list[int]]:
+        """Run a plan below prefix and trunk, twice where a scorer looks twice, and note the decisions.
+
+        Returns the prefix and the trunk that is not part of it yet; the trunk is empty with `keep`.
+        """
+        second_look = any(item.wish.scorer == "hybrid" for item in plan.fields)
+        length = len(trunk) if keep or second_look else 0
+        tree = join([trunk], [plan.tree]) if trunk else plan.tree
+        reading = self.backend.read(prefix, tree, length)
+        if length:
+            prefix, trunk = reading.prefix, []
+        again = []
+        for item, reference in zip(plan.fields, self._references(plan), strict=True):
+            found = deciding.decide(item, reading.log_probs, self.normalise, reference)
+            if isinstance(found, Wish):
+                again.append(found)
+            else:
+                document.decisions[found.name] = found
+        if again:
+            self._ask(document, prefix, trunk, deciding.plan(again), keep=False)
+        return prefix, trunk
+
+    def _references(self, plan: Plan) -> list[Any]:
+        """Scores of every field of a plan under an empty document, None each unless they are asked for."""
+        if self.normalise != "unconditional":
+            return [None] * len(plan.fields)
+        keys = [(item.wish.compiled.field.name, item.wish.before) for item in plan.fields]
+        missing = [item for key, item in zip(keys, plan.fields, strict=True) if key not in self.references]
+        if missing:
+            empty = self.tokenise("")
+            head, _ = self._head(empty, {})
+            asked = deciding.plan([item.wish for item in missing])
+            log_probs = self.backend.read(head, join([empty.trunk], [asked.tree])).log_probs
+            for item in asked.fields:
+                wish = item.wish
+                self.references[wish.compiled.field.name, wish.before] = deciding.scores(item, log_probs)
+        return [self.references[key] for key in keys]
+
+
+def _fixed(item: CompiledField) -> FieldDecision:
+    label = item.field.labels[0]
+    return FieldDecision(item.field.name, label, 1.0, None, {label: 0.0}, "fixed")
