@@ -260,8 +260,8 @@ def _walk(item: FieldPlan, log_probs: Floats, few: int) -> tuple[Floats, frozens
     """Log-shares of all labels by local renormalisation, and the labels left where the greedy walk has at most `few`."""
     compiled = item.wish.compiled
     local = np.zeros_like(log_probs)
-    for path, places in item.nodes.items():
-        at = np.array([places[token] for token in compiled.trie[path]])
+    for node, places in item.nodes.items():
+        at = np.array([places[token] for token in compiled.trie[node]])
         local[at] = log_probs[at] - _log_sum(log_probs[at])
     shares = _sums(local, item.identify[: len(compiled.canonical)])
     path: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -190,7 +190,7 @@ class Engine:
             raise ParameterError(f"errors={errors!r} is unknown; choose 'raise' or 'return'")
         if isinstance(texts, str):
             raise ParameterError("texts is one string; give a list of documents, or use extract for one")
-        total = len(texts) if hasattr(texts, "__len__") else None
+        total = len(texts) if isinstance(texts, Sized) else None
         results = self._extract(texts, schema, mode, scorer, normalise, instructions, errors, tokens_per_pass)
         shown = tqdm(results, total=total, unit="doc", disable=not progress or total == 1)
         return list(shown) if total is not None else iter(shown)

@@ -145,7 +145,8 @@ class TorchBackend:
         # Transformers prints a progress bar per load, which would end up in every notebook.
         transformers.utils.logging.disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True).to(device)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+            model.to(device)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ModelError(f"{folder}: transformers cannot load this model: {str(error).splitlines()[0]}") from error
         return cls(model, name=Path(folder).name, fingerprint=_fingerprint(Path(folder), dtype, device))
@@ -169,6 +170,7 @@ class TorchBackend:
             raise ParameterError(f"keep={keep} is not within the tree's trunk of {tree.trunk} nodes")
         if (tree.read_nodes < 0).any():
             raise ParameterError("a read sits at node -1; reads belong to nodes of the tree")
+        kept: Any
         if self.layout == "rows":
             hidden, kept = self._read_rows(prefix, tree, keep)
         else:
@@ -202,7 +204,7 @@ class TorchBackend:
                 i, layer, _ = key.split(".")
                 layers[int(i)].setdefault(int(layer), []).append(file.get_tensor(key))
         pairs = [{layer: (kv[0], kv[1]) for layer, kv in segment.items()} for segment in layers]
-        return PackedPrefix(tuple(Segment(*span, pair) for span, pair in zip(spans, pairs, strict=True)))
+        return PackedPrefix(tuple(Segment(start, n, pair) for (start, n), pair in zip(spans, pairs, strict=True)))
 
     # --- packed rows --------------------------------------------------------------------------------------------
 

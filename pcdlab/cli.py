@@ -1,0 +1,413 @@
+"""The command line: ``pcdlab run | models | report | bench``.
+
+Knows options, tables and exit codes; every command is a thin face of a module of the same concern. Refuses to know how
+anything is done, and imports nothing heavy before a command needs it.
+
+Exit codes: 0, 1 (a notebook failed), 2 (bad input: one ``error: …`` line on stderr), 130 (Ctrl-C). What a command
+answers goes to stdout; progress, warnings and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import pcdlab
+from pcdlab.errors import ParameterError, PcdlabError, SchemaError
+
+if TYPE_CHECKING:
+    from pcdlab.decide import Scorer
+    from pcdlab.reports import Progress, Result
+    from pcdlab.result import Extraction
+    from pcdlab.schema import Schema
+
+__all__ = ["app", "main"]
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_PRESET = "spam_phishing"
+
+
+class _Group(typer.core.TyperGroup):
+    """Commands whose pcdlab errors are one line and whose Ctrl-C is quiet."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PcdlabError as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="pcdlab",
+    help="Parallel constrained decoding: fill a closed schema from one forward pass, and look into how.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+models_app = typer.Typer(
+    name="models", help="List the known models, or fetch one.", invoke_without_command=True, no_args_is_help=False
+)
+app.add_typer(models_app)
+
+
+def main() -> None:
+    """Run the command line; the entry point of the ``pcdlab`` script."""
+    try:
+        app(prog_name="pcdlab")
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader has gone, as `head` does; nothing is left to say at exit either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print("pcdlab", pcdlab.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(
+    preset: Annotated[str | None, typer.Argument(help="A preset's name or file.", show_default=False)] = None,
+    model: Annotated[str, typer.Option(help="Alias, local folder or Hugging Face id.")] = DEFAULT_MODEL,
+    backend: Annotated[str, typer.Option(help="torch, mlx or llamacpp.")] = "torch",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    scorer: Annotated[str, typer.Option(help="auto, marginal, exact, walk or hybrid.")] = "auto",
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Read this document, not the preset's; - is stdin.")
+    ] = None,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Fill this schema, not the preset's: a JSON Schema or a preset.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the extraction as one JSON object.")] = False,
+) -> None:
+    """Fill a schema from a document."""
+    from pcdlab.presets import load_preset
+
+    if preset is None and (text is None or schema is None):
+        raise ParameterError("PRESET is missing; name a preset, or give both --text and --schema")
+    if preset is not None:
+        chosen = load_preset(preset)
+        document, fields = chosen.context, chosen.schema
+    if text is not None:
+        document = _read_text(text)
+    if schema is not None:
+        fields = _read_schema(schema)
+    with _only_answers_on_stdout(), _status(f"loading {model}") as say:
+        from pcdlab.engine import Engine
+
+        engine = Engine.load(model, backend=backend, dtype=dtype)
+        say(f"reading {len(document):,} characters")
+        out = engine.extract(document, fields, scorer=cast("Scorer", scorer))  # which checks it
+    if as_json:
+        _print_json(out.to_dict())
+    else:
+        _print_extraction(out)
+    for warning in out.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _read_text(name: str) -> str:
+    try:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return raw.decode("utf-8-sig")
+    except OSError as error:
+        raise ParameterError(f"{name}: cannot be read ({error.strerror}); give the path of a text file") from error
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"{name}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def _read_schema(path: Path) -> Schema:
+    """Read a schema from a file of its own, in any of its shapes, or from a preset."""
+    from pcdlab.presets import load_preset
+    from pcdlab.schema import Schema
+
+    try:
+        data = json.loads(_read_text(str(path)))
+    except json.JSONDecodeError as error:
+        where = f"{path}: line {error.lineno}, column {error.colno}"
+        raise SchemaError(f"{where}: not valid JSON ({error.msg}); correct the file there") from error
+    if isinstance(data, Mapping) and isinstance(data.get("context"), str):  # in a schema, every value is a mapping
+        return load_preset(path).schema
+    return Schema.of(data, source=str(path))
+
+
+def _print_extraction(out: Extraction) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("field", "value"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("probability", "candidate mass"):
+        table.add_column(heading, justify="right")
+    table.add_column("next best", overflow="fold")
+    for field in out.fields.values():
+        others = [(label, share) for label, share in field.alternatives if _json(label) != _json(field.value)]
+        table.add_row(
+            Text(field.name),  # Text: brackets in names and labels are no markup
+            Text(_json(field.value), style="bold"),
+            Text(f"{field.probability:.3f}", style="yellow" if field.probability < 0.5 else ""),
+            "" if field.candidate_mass is None else f"{field.candidate_mass:.3f}",
+            Text(f"{_json(others[0][0])}  {others[0][1]:.3f}" if others else "", style="dim"),
+        )
+    stats = out.stats
+    phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in stats.seconds.items())
+    console = _console()
+    console.print(table)
+    console.print(
+        f"\n{out.model}, {out.backend}, {out.dtype}: {_count(stats.forward_passes, 'forward pass', 'forward passes')}, "
+        f"{stats.tokens_fed:,} tokens fed, {stats.cached_tokens:,} cached; {phases}",
+        style="dim",
+        markup=False,
+    )
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@models_app.callback()
+def _list_models(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """List the known models, or fetch one."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from pcdlab import models
+
+    rows: list[dict[str, Any]] = [
+        {
+            "alias": spec.alias,
+            "source": spec.source,
+            "licence": spec.licence,
+            "parameters": spec.parameters,
+            "verified": spec.verified,
+            "status": models.status(spec),
+            "note": spec.note,
+        }
+        for spec in models.catalogue()
+    ]
+    if as_json:
+        _print_json(rows)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("alias", "parameters", "licence", "state here", "", "source"):
+        table.add_column(heading, overflow="fold", justify="right" if heading == "parameters" else "left")
+    for row in rows:
+        status = Text(row["status"], style="green" if row["status"] == "ready" else "")
+        verified = "verified" if row["verified"] else "listed"
+        table.add_row(
+            Text(row["alias"], style="bold"),
+            _size(row["parameters"]),
+            row["licence"],
+            status,
+            verified,
+            Text(row["source"], style="dim"),
+        )
+    _console().print(table)
+    print("\nverified: run and checked with this version. `pcdlab models fetch ALIAS` gets one ahead of time.")
+
+
+@models_app.command("fetch")
+def fetch_model(alias: Annotated[str, typer.Argument(help="Alias or Hugging Face id.")]) -> None:
+    """Get a model's files, so that it works offline from then on."""
+    from pcdlab import models
+
+    with _only_answers_on_stdout(), _status(f"getting {alias}"):
+        folder = models.locate(alias)
+    print(folder)
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def report(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Number, name or part of a name; none means all.", show_default=False),
+    ] = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="Change a notebook parameter; repeatable."),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="How many notebooks to run at once.")] = 1,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run also what has not changed.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the reports here.", show_default=False)] = None,
+) -> None:
+    """Run notebooks into reports.
+
+    Notebooks that have not changed since their last report are not run again. With -p, the reports go to a folder of
+    their own below reports/custom/ and those with the notebooks' own parameters stay.
+    """
+    from pcdlab.notebooks import parse_parameters
+    from pcdlab.reports import run_reports
+
+    parameters = parse_parameters(parameter or [])
+    with _report_progress() as progress:
+        results = run_reports(names or [], parameters, jobs=jobs, fresh=fresh, out=out, progress=progress)
+    _print_results(results)
+    if any(result.status == "failed" for result in results):
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _report_progress() -> Iterator[Callable[[Progress], None]]:
+    """Draw a bar per running notebook on a terminal; elsewhere print a line per start and end."""
+    console = Console(stderr=True, highlight=False)
+    words = {"running": "running", "done": "done", "unchanged": "unchanged, kept", "failed": "failed"}
+    if not console.is_terminal:
+
+        def print_line(event: Progress) -> None:
+            if event.state != "running" or event.cell == 0:
+                print(f"{event.name}: {words[event.state]}", file=sys.stderr, flush=True)
+
+        yield print_line
+        return
+
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+    with Bars(*columns, console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def draw(event: Progress) -> None:
+            state = f"cell {event.cell} of {event.cells}" if event.state == "running" else words[event.state]
+            if event.name not in tasks:
+                tasks[event.name] = bars.add_task(event.name, total=event.cells or 1, state=state)
+            task = tasks[event.name]
+            if event.state == "running":
+                bars.update(task, completed=max(event.cell - 1, 0), state=state)
+            elif event.state == "failed":
+                bars.update(task, state=state)  # the bar stays where it stopped
+                bars.stop_task(task)
+            else:
+                bars.update(task, total=1, completed=1, state=state)
+                bars.stop_task(task)
+
+        yield draw
+
+
+def _print_results(results: list[Result]) -> None:
+    console = _console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("notebook", "result", "time"):
+        table.add_column(heading, justify="right" if heading == "time" else "left", overflow="fold")
+    styles = {"done": "green", "unchanged": "dim", "failed": "red"}
+    for result in results:
+        kept = result.status == "unchanged"
+        word = "unchanged, kept" if kept else result.status
+        table.add_row(result.name, Text(word, style=styles[result.status]), "" if kept else f"{result.seconds:.1f} s")
+    console.print(table)
+    failed = [(result.name, result.failure) for result in results if result.failure is not None]
+    if failed:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading in ("failed", "in cell", "error", "message", "saved as"):
+            table.add_column(heading, overflow="fold")
+        for name, failure in failed:
+            cell = f"{failure.cell} of {failure.cells}" + (f", In [{failure.prompt}]" if failure.prompt else "")
+            message = failure.message if len(failure.message) <= 300 else failure.message[:299] + "…"
+            saved = _shown(failure.saved) if failure.saved else ""
+            table.add_row(*map(Text, (name, cell, failure.error, message, saved)))
+        console.print()
+        console.print(table)
+    if results:
+        print(f"\nRead on in {_shown(results[0].report.parent / 'index.html')}")
+
+
+def _shown(path: Path) -> str:
+    """Shorten a path below the working directory."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    preset: Annotated[str, typer.Argument(help="A preset's name or file.")] = DEFAULT_PRESET,
+    model: Annotated[str, typer.Option(help="Alias, local folder or Hugging Face id.")] = DEFAULT_MODEL,
+    runs: Annotated[int, typer.Option(min=1, help="How often to time each engine.")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the measurements to this file.")
+    ] = None,
+) -> None:
+    """Time the engines against each other on this machine."""
+    from pcdlab.bench import print_bench, run_bench
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ParameterError(f"--json {json_file}: there is no such folder; name a file in one that exists")
+    measured = run_bench(preset, model, runs, lambda line: print(line, file=sys.stderr, flush=True))
+    if json_file is not None:
+        json_file.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    print_bench(measured, _console())
+
+
+# --- Shared -----------------------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    """Give a console on stdout; into a file or pipe it does not fold lines at a terminal's width."""
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if narrow else 200)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _print_json(value: Any) -> None:
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(value, ensure_ascii=not unicode, indent=2))
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _size(parameters: Any) -> str:
+    """Write a number of parameters as people do; leave anything else as it is."""
+    if not isinstance(parameters, int):
+        return str(parameters)
+    return f"{parameters / 1e9:.1f} B" if parameters >= 999_500_000 else f"{parameters / 1e6:.0f} M"
+
+
+@contextlib.contextmanager
+def _only_answers_on_stdout() -> Iterator[None]:
+    """Send to stderr whatever a library prints meanwhile, so that stdout stays one answer."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Iterator[Callable[[str], None]]:
+    """Say on stderr, if that is a terminal, what is going on."""
+    with Console(stderr=True, highlight=False).status(text) as status:
+        yield status.update
