@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_PRESET = "spam_phishing"
+DEFAULT_PRESET = "fintech_fraud"
 
 
 class _Group(typer.core.TyperGroup):

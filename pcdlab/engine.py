@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm.auto import tqdm
 
 from pcdlab import decide as deciding
-from pcdlab.backends.base import Backend, load_backend
+from pcdlab import models
+from pcdlab.backends.base import Backend
 from pcdlab.compile import CompiledField, CompiledSchema, compile_schema
 from pcdlab.decide import Normalise, Plan, Scorer, Wish
 from pcdlab.errors import ContextLengthError, ParameterError, PcdlabError
 from pcdlab.heads import HeadCache
-from pcdlab.models import cache_dir, find, locate
 from pcdlab.prompt import Prompt
 from pcdlab.result import Extraction, FieldDecision, Stats
 from pcdlab.schema import Schema
-from pcdlab.tokenizer import Codec, HFCodec
+from pcdlab.tokenizer import Codec
 from pcdlab.tokentree import join
 
 if TYPE_CHECKING:
@@ -81,11 +81,8 @@ class Engine:
         BackendError
             If the framework is missing.
         """
-        folder = locate(name)
-        spec = find(name)
-        codec = HFCodec.load(folder, spec.template_options if spec else {})
-        loaded = load_backend(backend, folder, dtype)
-        return cls(loaded, codec, HeadCache(loaded, cache_dir() / "heads"))
+        loaded, codec = models.load(name, backend, dtype)
+        return cls(loaded, codec, HeadCache(loaded, models.cache_dir() / "heads"))
 
     # --- what is asked ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Model names → local folders: which models are known, where their weights come from, what is here already.
 
 Knows aliases, the Hugging Face cache and the one embedded model, which travels as a Python package. Offline first:
-what is on disk is used without asking anybody. Refuses to know any framework: it hands out folders, not models.
+what is on disk is used without asking anybody. Knows no framework: it hands a folder on to the backend asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zipfile
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import platformdirs
@@ -27,9 +27,13 @@ from filelock import FileLock
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from pcdlab import convert
-from pcdlab.errors import ModelError
+from pcdlab.errors import BackendError, ModelError
 
-__all__ = ["ModelSpec", "cache_dir", "catalogue", "find", "locate", "status"]
+if TYPE_CHECKING:
+    from pcdlab.backends.base import Backend
+    from pcdlab.tokenizer import Codec
+
+__all__ = ["ModelSpec", "cache_dir", "catalogue", "find", "load", "locate", "status"]
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,38 @@ def locate(name: str | os.PathLike[str]) -> Path:
         f"no model {name!r}: it is not an alias, not a folder here, not a Hugging Face id like 'org/name'. "
         + (f"Did you mean {' or '.join(near)}?" if near else f"The aliases are {', '.join(aliases)}.")
     )
+
+
+def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "auto") -> tuple[Backend, Codec]:
+    """Load a model under a framework, with its tokenizer.
+
+    Parameters
+    ----------
+    name
+        As for `locate`.
+    backend : {"torch"}
+        The framework.
+    dtype : {"auto", "float32", "bfloat16", "float16"}
+        Number format; "auto" is the backend's choice.
+
+    Returns
+    -------
+    (Backend, Codec)
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be found or loaded.
+    BackendError
+        If there is no such backend.
+    """
+    if backend != "torch":
+        raise BackendError(f"backend {backend!r} does not exist; choose 'torch'")
+    from pcdlab.backends.torch import TorchBackend
+    from pcdlab.tokenizer import HFCodec
+
+    folder, spec = locate(name), find(os.fspath(name))
+    return TorchBackend.load(folder, dtype), HFCodec.load(folder, spec.template_options if spec else {})
 
 
 def _gap(folder: Path) -> str | None:

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pcdlab.errors import BackendError, NumericsError
+from pcdlab.errors import NumericsError
 from pcdlab.tokentree import TokenTree
 
-__all__ = ["Backend", "Meter", "Prefix", "Reading", "Stream", "check_finite", "load_backend"]
+__all__ = ["Backend", "Meter", "Prefix", "Reading", "Stream", "check_finite"]
 
 
 @dataclass
@@ -160,27 +160,3 @@ def check_finite(log_probs: NDArray[np.float64], model: str) -> NDArray[np.float
             "decision can be made from them. Load it with dtype='float32', and check the weights if that does not help."
         )
     return log_probs
-
-
-def load_backend(name: str, folder: Path, dtype: str = "auto") -> Backend:
-    """Load the model in `folder` under framework `name`.
-
-    Parameters
-    ----------
-    name : {"torch"}
-        Framework.
-    folder : Path
-        A folder with ``config.json`` and safetensors weights.
-    dtype : str
-        ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-
-    Raises
-    ------
-    BackendError
-        If there is no such backend.
-    """
-    if name == "torch":
-        from pcdlab.backends.torch import TorchBackend
-
-        return TorchBackend.load(folder, dtype=dtype)
-    raise BackendError(f"backend {name!r} does not exist; choose 'torch'")
