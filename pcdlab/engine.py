@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm.auto import tqdm
@@ -38,6 +38,7 @@ Mode = Literal["isolated", "joint"]
 
 TOKENS_PER_PASS = 4096  # documents are batched up to this many tree nodes
 SCHEMAS = 16  # compiled schemas kept
+REFERENCES = 4096  # scores under an empty document kept
 LOW_MASS = 0.1  # below this the model would rather have written something else: a warning
 FIRST_LINE = ""  # constant first line of the object; what was measured is in docs/lab-notes.md
 
@@ -226,6 +227,16 @@ class Engine:
                 raise ParameterError(
                     f"row {frame.index[place]!r}: column {text!r} holds {type(document).__name__}, not text; drop or fill it"
                 )
+        names = [
+            n for field in Schema.of(schema).names for n in (field, f"{field}_probability", f"{field}_candidate_mass")
+        ]
+        if options.get("errors") == "return":
+            names.append("error")
+        taken = sorted({n for n in names if n in frame.columns or names.count(n) > 1})
+        if taken:
+            raise ParameterError(
+                f"columns {', '.join(taken)} are taken already, by the table or a field; rename one of the two"
+            )
         results = self.extract_many(documents, schema, **options)
         new: dict[str, list[Any]] = {}
         for name in Schema.of(schema).names:
@@ -235,9 +246,6 @@ class Engine:
             new[f"{name}_candidate_mass"] = [d.candidate_mass if d else None for d in decisions]
         if any(not isinstance(r, Extraction) for r in results):
             new["error"] = [None if isinstance(r, Extraction) else str(r) for r in results]
-        taken = sorted(set(new) & set(frame.columns))
-        if taken:
-            raise ParameterError(f"columns {', '.join(taken)} are in the table already; rename or drop them first")
         return frame.assign(**new)
 
     # --- how ----------------------------------------------------------------------------------------------------
@@ -372,7 +380,7 @@ class _Job:
     def size(self, item: _Document | PcdlabError) -> int:
         """Tree nodes a document adds to its batch; a pass of its own where it cannot share one."""
         if isinstance(item, PcdlabError):
-            return 0
+            return 1  # nothing to run, but a stream of failures must come out too
         alone = not (self.one_pass and item.cached)
         return 1 << 40 if alone else len(item.trunk) + len(self.first.tree)
 
@@ -400,6 +408,11 @@ class _Job:
             if errors == "raise":
                 raise
             failure = error
+        if failure and len(documents) > 1:
+            # One document's garbage fails the whole pass: only alone does each show whether it was the one.
+            for item in batch:
+                yield from self.run([item], errors)
+            return
         cost = (meter.forward_passes - before[0], meter.tokens_fed - before[1])
         for item in batch:
             if isinstance(item, _Document):
@@ -479,16 +492,26 @@ class _Job:
             ]
             if not wishes:
                 return
-            prefix, trunk = self._ask(document, prefix, [*trunk, *lines], deciding.plan(wishes), keep=True)
+            written = tuple(token for name in names[:settled] for token in self.line(name, answers))
+            prefix, trunk = self._ask(document, prefix, [*trunk, *lines], deciding.plan(wishes), True, written)
             done = settled
             changed = [name for name, value in draft.items() if answers[name].value != value]
             document.changes.append(len(changed))
             settled = names.index(changed[0]) + 1 if changed else len(names)
 
-    def _ask(self, document: _Document, prefix: Any, trunk: list[int], plan: Plan, keep: bool) -> tuple[Any, list[int]]:
+    def _ask(
+        self,
+        document: _Document,
+        prefix: Any,
+        trunk: list[int],
+        plan: Plan,
+        keep: bool,
+        written: tuple[int, ...] = (),
+    ) -> tuple[Any, list[int]]:
         """Run a plan below prefix and trunk, twice where a scorer looks twice, and note the decisions.
 
-        Returns the prefix and the trunk that is not part of it yet; the trunk is empty with `keep`.
+        `written` are the lines between the document's prompt and the plan. Returns the prefix and the trunk that is not part
+        of it yet; the trunk is empty with `keep`.
         """
         second_look = any(item.wish.scorer == "hybrid" for item in plan.fields)
         length = len(trunk) if keep or second_look else 0
@@ -497,7 +520,7 @@ class _Job:
         if length:
             prefix, trunk = reading.prefix, []
         again = []
-        for item, reference in zip(plan.fields, self._references(plan), strict=True):
+        for item, reference in zip(plan.fields, self._references(plan, written), strict=True):
             found = deciding.decide(item, reading.log_probs, self.normalise, reference)
             if isinstance(found, Wish):
                 again.append(found)
@@ -507,16 +530,19 @@ class _Job:
             self._ask(document, prefix, trunk, deciding.plan(again), keep=False)
         return prefix, trunk
 
-    def _references(self, plan: Plan) -> list[Any]:
-        """Scores of every field of a plan under an empty document, None each unless they are asked for."""
+    def _references(self, plan: Plan, written: tuple[int, ...] = ()) -> list[Any]:
+        """Scores of every field of a plan under an empty document and the same lines, None each unless they are asked for."""
         if self.normalise != "unconditional":
             return [None] * len(plan.fields)
-        keys = [(item.wish.compiled.field.name, item.wish.before) for item in plan.fields]
-        missing = [item for key, item in zip(keys, plan.fields, strict=True) if key not in self.references]
+        wishes = [replace(item.wish, before=(*written, *item.wish.before)) for item in plan.fields]
+        if len(self.references) > REFERENCES:
+            self.references.clear()
+        keys = [(wish.compiled.field.name, wish.before) for wish in wishes]
+        missing = [wish for key, wish in zip(keys, wishes, strict=True) if key not in self.references]
         if missing:
             empty = self.tokenise("")
             head, _ = self._head(empty, {})
-            asked = deciding.plan([item.wish for item in missing])
+            asked = deciding.plan(missing)
             log_probs = self.backend.read(head, join([empty.trunk], [asked.tree])).log_probs
             for item in asked.fields:
                 wish = item.wish

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,14 @@ class HeadCache:
             self._memory.move_to_end(key)
             return self._memory[key]
         path = self._path(key)
-        if path is None or not path.exists():
+        if path is None:
             return None
         try:
             prefix = self._backend.load_prefix(path)
-            os.utime(path)
-        except Exception:  # a file cut short by a full disk, or written by another version: run the head again
+        except Exception:  # no file, or one cut short, of another version, not to be read: run the head again
             return None
+        with suppress(OSError):  # on a read-only disk nothing is trimmed either
+            os.utime(path)
         if prefix.length != len(key):
             return None
         self._remember(key, prefix)
@@ -73,7 +75,7 @@ class HeadCache:
             finally:
                 Path(temporary).unlink(missing_ok=True)
             self._trim(path.parent)
-        except OSError:  # a read-only or full disk costs the next process a head, nothing else
+        except Exception:  # OSError or safetensors' own: a read-only or full disk costs the next process a head
             return
 
     def clear(self) -> None:

@@ -48,12 +48,18 @@ class FieldDecision:
     alternatives: tuple[tuple[Label, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; labels that become keys are written as their JSON text unless they are strings."""
+        """JSON-ready; labels that become keys are written as their JSON text unless they are strings.
+
+        Where a string is spelled like another label's JSON text (``"true"`` and ``true``), strings keep their quotes too.
+        """
+        keys = [k if isinstance(k, str) else Field.json(k) for k in self.log_probs]
+        if len(set(keys)) < len(keys):
+            keys = [Field.json(k) for k in self.log_probs]
         return {
             "value": self.value,
             "probability": self.probability,
             "candidate_mass": self.candidate_mass,
-            "log_probs": {k if isinstance(k, str) else Field.json(k): v for k, v in self.log_probs.items()},
+            "log_probs": dict(zip(keys, self.log_probs.values(), strict=True)),
             "alternatives": [{"value": value, "probability": share} for value, share in self.alternatives],
             "method": self.method,
         }

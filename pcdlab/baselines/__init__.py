@@ -1,0 +1,1 @@
+"""The usual ways to get the same object, to compare with."""

@@ -1,0 +1,562 @@
+"""Every figure the notebooks draw: numbers and compiled schemas in, a matplotlib figure or a piece of HTML out.
+
+Knows how things look: legible in print, in grey and to colour-blind readers, on light and dark pages. Refuses to know a
+framework, a model or where the numbers come from.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import matplotlib.pyplot as plt
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from pcdlab.decide import FieldPlan, Plan
+    from pcdlab.result import FieldDecision
+
+__all__ = ["candidate_masses", "costs", "label_shares", "label_trie", "token_strip", "token_tree", "visible"]
+
+# Okabe and Ito's colours, told apart with any colour vision; blue and orange also differ in grey.
+BLUE, ORANGE, SKY = "#0072B2", "#E69F00", "#56B4E9"
+INK, SOFT, PALE, PAPER = "#1b1f24", "#59636e", "#d8dee4", "#ffffff"
+STYLE: Any = {
+    "figure.facecolor": PAPER,
+    "figure.dpi": 144,
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,  # a dollar in a label is a dollar
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "hatch.linewidth": 0.6,
+}
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _styled(draw: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(draw)
+    def styled(*args: P.args, **options: P.kwargs) -> R:
+        with plt.rc_context(STYLE):
+            return draw(*args, **options)
+
+    return styled
+
+
+LONGEST = 34  # characters of a label or token that are drawn
+Text = Callable[[int], str]
+
+
+def visible(text: str) -> str:
+    """Show what is blank in a token: ``␣`` for a space, ``↵`` for a line end, ``⇥`` for a tab.
+
+    Parameters
+    ----------
+    text : str
+
+    Returns
+    -------
+    str
+        Other control characters are escaped.
+
+    Examples
+    --------
+    >>> visible(' "a')
+    '␣"a'
+    """
+    shown = text.translate({ord(" "): "␣", ord("\n"): "↵", ord("\t"): "⇥"})
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def _cut(text: str, longest: int = LONGEST) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _probability(value: float) -> str:
+    return "<0.01" if 0 < value < 0.01 else f"{value:.2f}"
+
+
+def _edge(value: float) -> str:
+    """Six characters at most, and digits however small: products along a path can be checked."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}" if value >= 0.001 else f"{value:.1g}"
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def token_strip(texts: Sequence[str], probabilities: Sequence[float], decisions: Sequence[bool] | None = None) -> str:
+    """Write tokens out as text, each shaded by how uncertain it was.
+
+    Parameters
+    ----------
+    texts : sequence of str
+        The tokens' texts, in order.
+    probabilities : sequence of float
+        Probability of each token under the model, in [0, 1]; NaN where it is not known.
+    decisions : sequence of bool, optional
+        Which tokens there was a choice for; these are underlined.
+
+    Returns
+    -------
+    str
+        HTML with colours of its own, so that it reads the same on light and dark pages. White: certain, dark: improbable.
+    """
+    chosen = decisions if decisions is not None else [False] * len(texts)
+    spans = [_span(*token) for token in zip(texts, probabilities, chosen, strict=True)]
+    scale = "".join(_span(f" {p:.2f} ", p, False) for p in (1.0, 0.75, 0.5, 0.25, 0.0))
+    legend = f"probability of the token: {scale}"
+    if decisions is not None:
+        legend += f" &nbsp; {_span(' token ', 1.0, True)} = a decision: more than one token was allowed"
+    outer = f"background:{PAPER};color:{INK};padding:.8em 1em;border:1px solid {PALE};border-radius:4px"
+    body = "font:13px/2.1 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;overflow-wrap:anywhere"
+    note = f"font:12px/2.2 system-ui,'DejaVu Sans',sans-serif;color:{INK}"
+    return f'<div style="{outer}"><div style="{body}">{"".join(spans)}</div><div style="{note}">{legend}</div></div>'
+
+
+def _span(text: str, probability: float, chosen: bool) -> str:
+    known = not np.isnan(probability)
+    doubt = 1 - min(max(probability, 0.0), 1.0) if known else 0.0
+    # From white to a dark blue: lightness alone carries the number, so grey print keeps it.
+    colour = "#" + "".join(f"{round(255 + (end - 255) * doubt):02x}" for end in (0x0B, 0x3C, 0x6E))
+    ink = "#000000" if doubt < 0.685 else PAPER  # the one that stands out more
+    shown = html.escape(visible(text)).replace("␣", "&nbsp;").replace("↵", "↵<br>")
+    line = f"3px solid {ORANGE}" if chosen else "3px solid transparent"
+    weight = "font-weight:700;" if chosen else ""
+    title = f"{visible(text)}  p = {probability:.3f}" if known else visible(text)
+    return (
+        f'<span title="{html.escape(title)}" style="{weight}background:{colour};color:{ink};border-bottom:{line};'
+        f'padding:.15em 0;border-left:1px solid {PALE}">{shown}</span>'
+    )
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+POINTS = 8.0  # font size of tokens
+CHARACTER = POINTS * 0.602 / 72  # inches; DejaVu Sans Mono
+ROW = 0.235  # inches
+PAD = 0.8  # characters of room in a box, left and right together
+
+
+@dataclass
+class _Box:
+    """A token in a drawn tree; ``x`` and ``y`` are its left edge in characters and its row, both set by `_place`."""
+
+    text: str
+    parent: int
+    kind: str = "fed"  # "fed" | "read" | "asked" | "rest" | "gap" | "prefix"
+    edge: str = ""
+    weight: float = 0.0
+    label: str = ""
+    order: int = 0
+    x: float = 0.0
+    y: float = 0.0
+    children: list[int] = field(default_factory=list)
+
+    @property
+    def width(self) -> float:
+        """Characters, padding included."""
+        wide = sum(unicodedata.east_asian_width(c) in "WF" for c in self.text)
+        return max(len(self.text) + wide + PAD, 1.8)
+
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "prefix": {"facecolor": PALE, "edgecolor": SOFT, "linewidth": 0.8},
+    "fed": {"facecolor": PAPER, "edgecolor": SOFT, "linewidth": 0.8},
+    "read": {"facecolor": "#fbe3b0", "edgecolor": INK, "linewidth": 1.6},
+    "asked": {"facecolor": PAPER, "edgecolor": BLUE, "linewidth": 1.0, "linestyle": (0, (2.5, 1.5))},
+    "found": {"facecolor": "#d6eaf5", "edgecolor": BLUE, "linewidth": 1.6},
+    "rest": {"facecolor": PAPER, "edgecolor": PALE, "linewidth": 0.8},
+    "gap": {"facecolor": PAPER, "edgecolor": PAPER, "linewidth": 0.0},
+}
+
+
+def _place(boxes: list[_Box], gap: float) -> int:
+    """Set every box's place; returns the number of rows.
+
+    Columns follow the widths, leaves get a row each, a parent stands half-way between its first and last child.
+    """
+    for i, box in enumerate(boxes):
+        if box.parent >= 0:
+            boxes[box.parent].children.append(i)
+            above = boxes[box.parent]
+            box.x = above.x + above.width + gap
+    # Leaves from top to bottom in the order of a walk through the tree; a parent comes before its children in the list.
+    rows = 0
+    stack = [i for i, box in enumerate(boxes) if box.parent < 0][::-1]
+    while stack:
+        box = boxes[stack.pop()]
+        box.children.sort(key=lambda child: boxes[child].order)
+        stack.extend(reversed(box.children))
+        if not box.children:
+            box.y = rows
+            rows += 1
+    for box in reversed(boxes):
+        if box.children:
+            box.y = (boxes[box.children[0]].y + boxes[box.children[-1]].y) / 2
+    return rows
+
+
+def _draw(
+    boxes: list[_Box], rows: float, right: float, gap: float, legend: Sequence[tuple[str, str]]
+) -> tuple[Figure, Axes]:
+    """Draw placed boxes in `rows` rows; `right` characters are left free behind the last column."""
+    spans = [0.9 * len(text) + 5 for _, text in legend]
+    width = max(max(box.x + box.width for box in boxes) + right, sum(spans))
+    foot = 1.6 if legend else 0.2
+    figure, axes = _canvas(width * CHARACTER, (rows + foot) * ROW)
+    axes.set_xlim(-0.3, width)
+    axes.set_ylim(rows - 0.5 + foot, -0.5)
+    for box in boxes:
+        if box.parent >= 0:
+            above = boxes[box.parent]
+            start = above.x + above.width
+            turn = start + min(gap, 1.6) / 2
+            line: dict[str, Any] = {"color": SOFT, "linewidth": 0.8 + 2.2 * box.weight, "solid_capstyle": "butt"}
+            axes.plot([start, turn, turn, box.x], [above.y, above.y, box.y, box.y], zorder=1, **line)
+        if box.edge:
+            axes.text(box.x - 0.2, box.y - 0.1, box.edge, ha="right", va="bottom", size=6.3)
+        _draw_box(axes, box)
+        if box.label:
+            axes.text(box.x + box.width + 0.7, box.y, box.label, va="center", size=POINTS)
+    at = 0.0
+    for (kind, text), span in zip(legend, spans, strict=True):
+        key = _Box("", -1, kind, x=at, y=rows - 0.5 + foot * 0.6)
+        _draw_box(axes, key)
+        axes.text(at + key.width + 0.7, key.y, text, va="center", size=POINTS)
+        at += span
+    return figure, axes
+
+
+def _draw_box(axes: Axes, box: _Box) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((box.x, box.y - 0.37), box.width, 0.74, zorder=2, **LOOKS[box.kind]))
+    axes.text(
+        box.x + box.width / 2,
+        box.y - 0.04,
+        box.text,
+        ha="center",
+        va="center_baseline",
+        size=POINTS,
+        family="DejaVu Sans Mono",
+        color=SOFT if box.kind in ("rest", "gap") else INK,
+        zorder=3,
+    )
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of so many inches with one bare axes all over it."""
+    figure = plt.figure(figsize=(width, height))
+    plt.close(figure)  # or a notebook shows it twice
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.axis("off")
+    return figure, axes
+
+
+@_styled
+def token_tree(plan: Plan, text_of: Text, trunk: Sequence[int], head: int) -> Figure:
+    """Draw the tree of one pass: head, trunk, branches and twigs, and what is read where.
+
+    Parameters
+    ----------
+    plan : Plan
+        What hangs below the trunk; at best three fields or so.
+    text_of : callable
+        Text of a token id.
+    trunk : sequence of int
+        The document and the end of the prompt.
+    head : int
+        Number of cached tokens in front of the trunk.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    tree = plan.tree
+    boxes = [_Box(f"head: {head:,} tokens", -1, "prefix")]
+
+    def add(text: str, parent: int, kind: str, label: str = "", order: int = 0) -> int:
+        boxes.append(_Box(_cut(text, 24), parent, kind, label=label, order=order))
+        return len(boxes) - 1
+
+    end = 0
+    shown = trunk if len(trunk) <= 5 else trunk[:1]
+    for token in shown:
+        end = add(visible(text_of(token)), end, "fed")
+    if len(trunk) > 5:
+        end = add(f"… {len(trunk) - 4:,} more tokens …", end, "gap")
+        for token in trunk[-3:]:
+            end = add(visible(text_of(token)), end, "fed")
+    names = _names(plan)
+    reads = {int(node): i for i, node in enumerate(tree.read_nodes)}
+    place = {-1: end}
+    fed = set()
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        place[node] = add(visible(text_of(token)), place[parent], "read" if node in reads else "fed")
+        fed.add((parent, token))
+        if parent in reads:  # in the place it has among what is read there
+            boxes[-1].order = tree.read(reads[parent]).tolist().index(token)
+    for node, read in reads.items():
+        asked = list(enumerate(tree.read(read).tolist()))
+        first = int(tree.offsets[read])
+        for order, token in asked:
+            if first + order in names and (node, token) not in fed:
+                add(visible(text_of(token)), place[node], "asked", _cut(names[first + order]), order)
+        others = sum(first + order not in names for order, _ in asked)
+        if others:
+            add(f"+{others} other spelling{'s' if others > 1 else ''}", place[node], "rest", order=len(asked))
+    rows = _place(boxes, gap=1.1)
+    right = max((len(box.label) + 1.5 for box in boxes), default=0) * 1.05
+    legend = [("prefix", "cached"), ("fed", "fed in the pass"), ("read", "fed, and the next token is read here")]
+    return _draw(boxes, rows, right, 1.1, [*legend, ("asked", "not fed, only read: tells labels apart")])[0]
+
+
+def _names(plan: Plan) -> dict[int, str]:
+    """Index of a candidate that is a token of a JSON spelling → the label it identifies, empty while several are left."""
+    names: dict[int, str] = {}
+    for item in plan.fields:
+        compiled = item.wish.compiled
+        for path, places in item.nodes.items():
+            for token, labels in compiled.trie[path].items():
+                alone = len(labels) == 1
+                names[places[token]] = _name(compiled.field.labels[next(iter(labels))]) if alone else ""
+    return names
+
+
+def _name(label: Any) -> str:
+    from pcdlab.schema import Field
+
+    return visible(label).replace("␣", " ") if isinstance(label, str) else Field.json(label)
+
+
+@_styled
+def label_trie(item: FieldPlan, log_probs: NDArray[np.float64], text_of: Text, most: int = 16) -> Figure:
+    """Draw the labels of one field as a trie of tokens, the model's probability on every edge.
+
+    Parameters
+    ----------
+    item : FieldPlan
+        The field, planned with scorer ``exact``, so that whole lines were read.
+    log_probs : float64 array, shape (candidates,)
+        What the plan's tree read.
+    text_of : callable
+        Text of a token id.
+    most : int
+        Labels drawn, the most probable ones; the rest is counted.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Behind each label the product of the edges up to the token that identifies it, and to the end of the line.
+        Other spellings are not in it.
+    """
+    compiled = item.wish.compiled
+    padded = np.append(log_probs, 0.0)
+    identified = padded[item.identify[: len(compiled.canonical)]].sum(axis=1)
+    whole = padded[item.whole].sum(axis=1)
+    ranked = np.argsort(-identified, kind="stable").tolist()
+    best, shown = ranked[0], frozenset(ranked[:most])
+    names = {label: _cut(_name(compiled.field.labels[label])) for label in sorted(shown)}
+    boxes = [_Box(visible(text_of(compiled.branch[-1])), -1, "read")]
+    place: dict[tuple[int, ...], int] = {(): 0}
+    for path in sorted(compiled.trie, key=len):
+        for token, labels in sorted(compiled.trie[path].items(), key=lambda pair: min(pair[1])):
+            if path not in place or not labels & shown:
+                continue
+            alone = len(labels) == 1
+            before = len(frozenset().union(*compiled.trie[path].values())) > 1
+            p = float(np.exp(log_probs[item.nodes[path][token]]))
+            kind = ("found" if before else "rest") if alone else "fed"
+            boxes.append(_Box(_cut(visible(text_of(token)), 24), place[path], kind, _edge(p), min(1.0, p)))
+            place[*path, token] = len(boxes) - 1
+    rows = _place(boxes, gap=5.2)
+    column = max(box.x + box.width for box in boxes) + 1.5
+    longest = max(len(name) for name in names.values()) + 1
+    hidden = len(compiled.canonical) - len(shown)
+    head = 1.2  # rows for the columns' headings
+    for box in boxes:
+        box.y += head
+    legend = [("found", "telling token: one label is left"), ("rest", "not needed to tell the labels apart")]
+    figure, axes = _draw(boxes, rows + head + bool(hidden), 1.5 + longest + 25, 5.2, legend)
+    columns = [column + longest + 12, column + longest + 24]
+    for x, heading in zip(columns, ("to the telling token", "whole line"), strict=True):
+        axes.text(x, 0.1, heading, ha="right", va="center", size=POINTS, color=SOFT)
+    for label, name in names.items():
+        box = boxes[place[compiled.canonical[label].tokens]]
+        axes.plot([box.x + box.width + 0.4, column - 0.6], [box.y] * 2, color=PALE, linewidth=0.8, linestyle=":")
+        axes.text(column, box.y, name, va="center", size=POINTS, weight="bold" if label == best else "normal")
+        for x, value in zip(columns, (identified[label], whole[label]), strict=True):
+            axes.text(x, box.y, f"{np.exp(value):.2g}", ha="right", va="center", size=POINTS)
+    if hidden:
+        axes.text(column, rows + head, f"… and {hidden} labels less probable", va="center", size=POINTS, color=SOFT)
+    return figure
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+BAR = 0.19  # inches from one bar to the next
+
+
+@_styled
+def label_shares(decisions: Sequence[FieldDecision], columns: int = 2, most: int = 12) -> Figure:
+    """Draw for every field how the allowed labels share the probability.
+
+    Parameters
+    ----------
+    decisions : sequence of FieldDecision
+    columns : int
+        Panels side by side.
+    most : int
+        Bars in a panel; where there are more labels, the most probable ones and one bar for the rest.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    panels = [(decision, _bars(decision, most)) for decision in decisions]
+    lines = [panels[i : i + columns] for i in range(0, len(panels), columns)]
+    heights = [max(len(bars) for _, bars in line) * BAR + 0.45 for line in lines]
+    names = max(len(name) for _, bars in panels for name, _, _ in bars) * 0.073 + 0.15  # inches
+    bar, total = 1.7, sum(heights)
+    width = columns * (names + bar + 0.5)
+    figure = plt.figure(figsize=(width, total))
+    plt.close(figure)
+    top = total
+    for line, height in zip(lines, heights, strict=True):
+        for column, (decision, bars) in enumerate(line):
+            left = (column * width / columns + names) / width
+            tall = len(bars) * BAR
+            axes = figure.add_axes((left, (top - 0.3 - tall) / total, bar / width, tall / total))
+            _draw_bars(axes, decision, bars, names / bar)
+        top -= height
+    return figure
+
+
+def _bars(decision: FieldDecision, most: int) -> list[tuple[str, float, bool]]:
+    """Name, share and whether it was chosen, in label order; the rest in one bar at the end."""
+    shares = {decision.value: decision.probability, **dict(decision.alternatives)}
+    kept = set(sorted(shares, key=lambda label: -shares[label])[: most - 1]) if len(shares) > most else set(shares)
+    kept.add(decision.value)
+    bars = [(_cut(_name(v)), shares[v], v == decision.value) for v in decision.log_probs if v in kept]
+    if len(kept) < len(shares):
+        rest = [shares[label] for label in shares if label not in kept]
+        bars.append((f"{len(rest)} others together", sum(rest), False))
+    return bars
+
+
+def _draw_bars(axes: Axes, decision: FieldDecision, bars: Sequence[tuple[str, float, bool]], left: float) -> None:
+    for y, (name, share, chosen) in enumerate(bars):
+        style = {"color": BLUE} if chosen else {"facecolor": PALE, "edgecolor": SOFT, "linewidth": 0.6}
+        axes.barh(y, share, height=0.72, **style)
+        axes.text(share + 0.02, y, _probability(share), va="center", size=7.5)
+        weight = "bold" if chosen else "normal"
+        axes.text(-0.03, y, name, ha="right", va="center", size=8, weight=weight)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.axvline(0, color=SOFT, linewidth=0.8)
+    axes.axis("off")
+    mass = "" if decision.candidate_mass is None else f"candidate mass {_probability(decision.candidate_mass)}"
+    axes.text(-left, -0.75, _cut(decision.name), weight="bold", va="bottom", size=8.5)
+    axes.text(1.05, -0.75, mass, ha="right", va="bottom", size=7.5, color=SOFT)
+
+
+@_styled
+def costs(rows: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw what several ways to the same result cost, one panel per measure.
+
+    Parameters
+    ----------
+    rows : mapping of str to mapping of str to float
+        Way → measure (its name with the unit) → cost. The last way is what the others are compared with.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    ways = list(rows)
+    measures = list(rows[ways[0]])
+    figure, panels = plt.subplots(1, len(measures), figsize=(8, 0.42 * len(ways) + 0.7), sharey=True, squeeze=False)
+    plt.close(figure)
+    for axes, measure in zip(panels[0], measures, strict=True):
+        values = [rows[way][measure] for way in ways]
+        for y, value in enumerate(values):
+            last = y == len(ways) - 1
+            style = {"color": BLUE} if last else {"facecolor": PALE, "edgecolor": SOFT, "hatch": "////"}
+            axes.barh(y, value, height=0.62, **style)
+            ratio = "" if last or not values[-1] else f"  (×{_ratio(value / values[-1])})"
+            axes.text(value + 0.02 * max(values), y, f"{_amount(value)}{ratio}", va="center", size=8)
+        axes.set_xlim(0, max(values) * 1.55 or 1)
+        axes.set_title(measure, size=9, loc="left")
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(length=0)
+    _name_rows(panels[0][0], ways)
+    figure.tight_layout(w_pad=1.5)
+    return figure
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Name the rows of a chart from top to bottom."""
+    axes.set_yticks(range(len(names)), names)
+    for tick in axes.get_yticklabels():
+        tick.set_parse_math(False)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.2f}"
+
+
+@_styled
+def candidate_masses(documents: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw the candidate mass of every field for a few documents, one line per field.
+
+    Parameters
+    ----------
+    documents : mapping of str to mapping of str to float
+        Document → field → candidate mass in [0, 1]; at most four documents, the same fields in each.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    names = list(next(iter(documents.values())))
+    legend = 0.2 * len(documents) + 0.1  # inches
+    height = 0.26 * len(names) + 0.8 + legend
+    figure, axes = plt.subplots(figsize=(7.2, height))
+    plt.close(figure)
+    looks = ((BLUE, "o", BLUE), (PAPER, "s", INK), (ORANGE, "^", INK), (PAPER, "D", BLUE))
+    for y, name in enumerate(names):
+        values = [masses[name] for masses in documents.values()]
+        axes.plot([min(values), max(values)], [y, y], color=PALE, linewidth=3, zorder=1, solid_capstyle="round")
+    for (title, masses), (face, marker, edge) in zip(documents.items(), looks, strict=False):
+        style: dict[str, Any] = {"marker": marker, "facecolor": face, "edgecolor": edge, "s": 42, "zorder": 2}
+        axes.scatter([masses[name] for name in names], range(len(names)), label=_cut(title, 72), **style)
+    _name_rows(axes, [_cut(name) for name in names])
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(f"candidate mass (probability; n = {len(names)} {'field' if len(names) == 1 else 'fields'})")
+    axes.grid(axis="x", color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    figure.legend(loc="upper left", frameon=False, borderaxespad=0.2, handletextpad=0.4, labelspacing=0.3)
+    figure.tight_layout(rect=(0, 0, 1, 1 - legend / height))
+    return figure

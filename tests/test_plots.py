@@ -1,0 +1,178 @@
+"""Figures come out whole: nothing raises, no text lies on other text or outside, whatever the labels are."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from functools import cache
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from tokenizers_zoo import codec
+
+from pcdlab import plots
+from pcdlab.compile import CompiledSchema, compile_schema
+from pcdlab.decide import FieldPlan, Wish, decide, plan
+from pcdlab.result import FieldDecision
+from pcdlab.schema import Field, Label, Schema
+
+LABELS: dict[str, tuple[Label, ...]] = {
+    "one": ("1.0",),
+    "boolean": (True, False),
+    "alike": ("DELIVER", "DELIVER_WITH_WARNING", "DELIVER_AND_LOG", "BLOCK", None),
+    "numbers": (1, 2, 10, 100, 1.5),
+    "odd": ("$5 and $6", "two\nlines", 'quo"te', "back\\slash", "{brace}", "café", " lead"),
+    "long": tuple(f"a label of {n} words that goes on for a long while, and then some more" for n in (7, 8, 9)),
+    "many": tuple(f"label number {n}" for n in range(40)),
+}
+
+
+@cache
+def compiled() -> CompiledSchema:
+    return compile_schema(codec("qwen"), Schema(tuple(Field(name, labels) for name, labels in LABELS.items())))
+
+
+def text_of(token: int) -> str:
+    return codec("qwen").decode([token])
+
+
+def planned(names: Sequence[str], scorer: str) -> tuple[tuple[FieldPlan, ...], np.ndarray]:
+    found = plan([Wish(compiled().fields[name], scorer) for name in names])
+    return found.fields, np.log(np.random.default_rng(0).uniform(1e-6, 0.2, len(found.tree.candidates)))
+
+
+def decided(names: Sequence[str]) -> list[FieldDecision]:
+    decisions = []
+    for name in names:
+        if len(LABELS[name]) == 1:
+            decisions.append(FieldDecision(name, LABELS[name][0], 1.0, None, {LABELS[name][0]: 0.0}, "fixed"))
+            continue
+        fields, log_probs = planned([name], "marginal")
+        decision = decide(fields[0], log_probs)
+        assert isinstance(decision, FieldDecision)
+        decisions.append(decision)
+    return decisions
+
+
+def shown(figure: Figure) -> list[str]:
+    """Check that texts lie apart and inside; return them."""
+    assert not plt.get_fignums(), "an open figure is drawn twice by a notebook"
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    boxes = [(t.get_text(), t.get_window_extent(canvas.get_renderer())) for t in texts]
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        across = min(a.x1, b.x1) - max(a.x0, b.x0)
+        down = min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert min(across, down) < 2.5, f"{one!r} lies on {other!r}"
+    width, height = canvas.get_width_height()
+    for text, box in boxes:
+        assert -1 < box.x0 < box.x1 < width + 1, f"{text!r} leaves the figure"
+        assert -1 < box.y0 < box.y1 < height + 1, f"{text!r} leaves the figure"
+    return [text for text, _ in boxes]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_blanks_become_visible() -> None:
+    assert plots.visible(' "a b"\n\t\0') == '␣"a␣b"↵⇥\\x00'
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.floats(0, 1), st.booleans()), max_size=6))
+def test_a_strip_holds_the_text_and_escapes_it(tokens: list[tuple[str, float, bool]]) -> None:
+    texts, probabilities, chosen = (list(column) for column in zip(*tokens, strict=True)) if tokens else ([], [], [])
+    strip = plots.token_strip(texts, probabilities, chosen)
+    assert strip.count("<span") == strip.count("</span>") == len(texts) + 6
+    assert "<script" not in plots.token_strip(["<script>", "&"], [0.5, 0.5])
+    # Every ground has its own ink, or a dark page's ink would be used.
+    assert all(
+        "color:" in style and "background:" in style for style in re.findall(r'<span [^>]*style="([^"]*)"', strip)
+    )
+
+
+def test_a_strip_grows_darker_with_doubt_and_the_ink_stays_readable() -> None:
+    def luminance(colour: str) -> float:
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    grounds = []
+    for p in np.linspace(1, 0, 101):
+        span = plots.token_strip(["a"], [p]).split("</span>")[0]
+        ground, ink = re.findall(r"(?:background|;color):(#[0-9a-f]{6})", span.split("<span")[1])
+        light, dark = sorted((luminance(ground), luminance(ink)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG AA
+        grounds.append(luminance(ground))
+    assert grounds == sorted(grounds, reverse=True)
+
+
+def test_a_strip_without_a_probability_is_plain() -> None:
+    assert "p =" not in plots.token_strip(["a"], [float("nan")]).split("</span>")[0]
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [["boolean", "numbers", "alike"], ["odd", "long"], ["many"], ["boolean"]])
+@pytest.mark.parametrize("trunk", [list(range(60, 66)), [60], list(range(60, 400))])
+def test_the_tree(names: list[str], trunk: list[int]) -> None:
+    found = plan([Wish(compiled().fields[name], "marginal") for name in names])
+    texts = shown(plots.token_tree(found, text_of, trunk, head=1234))
+    assert "head: 1,234 tokens" in texts
+    if "alike" in names:
+        assert {"DELIVER", "DELIVER_WITH_WARNING", "BLOCK", "null"} <= set(texts)
+
+
+@pytest.mark.parametrize("name", [name for name in LABELS if name != "one"])
+def test_the_trie(name: str) -> None:
+    fields, log_probs = planned([name], "exact")
+    texts = shown(plots.label_trie(fields[0], log_probs, text_of))
+    if name == "many":
+        assert "… and 24 labels less probable" in texts
+    if name == "alike":
+        item = fields[0]
+        assert f"{np.exp(log_probs[item.whole[0][item.whole[0] >= 0]].sum()):.2g}" in texts
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [list(LABELS), ["boolean"], ["many"], ["one"]])
+def test_shares(names: list[str]) -> None:
+    texts = shown(plots.label_shares(decided(names)))
+    assert set(names) <= set(texts)
+    assert ("29 others together" in texts) == ("many" in names)
+
+
+def test_costs() -> None:
+    rows = {
+        "token by token": {"forward passes": 1234, "seconds": 12.3456},
+        "in $runs$": {"forward passes": 10, "seconds": 3.0},
+        "one pass": {"forward passes": 1, "seconds": 0.5},
+    }
+    texts = shown(plots.costs(rows))
+    assert {"1,234  (×1234)", "1", "12.35  (×25)", "3  (×6.0)", "0.50"} <= set(texts)
+    shown(plots.costs({"only": {"seconds": 0.0}}))
+
+
+@pytest.mark.parametrize("count", [1, 8, 28])
+def test_masses(count: int) -> None:
+    names = [f"field_{i}" if i else "$a_field_with_a_name_that_goes_on_and_on$" for i in range(count)]
+    titles = ["a document", "another document that has a rather long title: it goes on for more than a line, and on"]
+    texts = shown(plots.candidate_masses({title: dict.fromkeys(names, 0.4) for title in titles}))
+    assert f"candidate mass (probability; n = {count} field{'s' if count > 1 else ''})" in texts
+
+
+def test_the_style_stays_inside() -> None:
+    before = dict(mpl.rcParams)
+    plots.costs({"only": {"seconds": 1.0}})
+    assert dict(mpl.rcParams) == before
