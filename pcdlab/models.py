@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from pcdlab.backends.base import Backend
     from pcdlab.tokenizer import Codec
 
-__all__ = ["ModelSpec", "cache_dir", "catalogue", "find", "load", "locate", "status"]
+__all__ = ["BACKENDS", "ModelSpec", "cache_dir", "catalogue", "find", "load", "locate", "status"]
+
+BACKENDS = ("torch", "mlx", "llamacpp")
 
 
 @dataclass(frozen=True)
@@ -241,8 +243,8 @@ def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "aut
     Parameters
     ----------
     name
-        As for `locate`.
-    backend : {"torch"}
+        As for `locate`; under "llamacpp" also a GGUF file or a name from an Ollama store.
+    backend : {"torch", "mlx", "llamacpp"}
         The framework.
     dtype : {"auto", "float32", "bfloat16", "float16"}
         Number format; "auto" is the backend's choice.
@@ -256,15 +258,27 @@ def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "aut
     ModelError
         If the model cannot be found or loaded.
     BackendError
-        If there is no such backend.
+        If there is no such backend, or its framework is not installed.
     """
-    if backend != "torch":
-        raise BackendError(f"backend {backend!r} does not exist; choose 'torch'")
-    from pcdlab.backends.torch import TorchBackend
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} does not exist; choose one of {', '.join(BACKENDS)}")
+    if backend == "llamacpp":
+        from pcdlab.backends import llamacpp
+
+        return llamacpp.load(name, dtype)
+    folder, spec = locate(name), find(os.fspath(name))
+    loaded: Backend
+    if backend == "mlx":
+        from pcdlab.backends.mlx import MlxBackend
+
+        loaded = MlxBackend.load(folder, dtype)
+    else:
+        from pcdlab.backends.torch import TorchBackend
+
+        loaded = TorchBackend.load(folder, dtype)
     from pcdlab.tokenizer import HFCodec
 
-    folder, spec = locate(name), find(os.fspath(name))
-    return TorchBackend.load(folder, dtype), HFCodec.load(folder, spec.template_options if spec else {})
+    return loaded, HFCodec.load(folder, spec.template_options if spec else {})
 
 
 def _gap(folder: Path) -> str | None:
