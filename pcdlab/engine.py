@@ -7,6 +7,7 @@ statistics. It knows no framework (that is the backend's) and no numbers beyond 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -60,6 +61,7 @@ class Engine:
         self.backend = backend
         self.codec = codec
         self.heads = heads or HeadCache(backend, None)
+        self.lock = threading.RLock()  # one batch at a time: its cost is the difference of the backend's counters
         self._compiled: OrderedDict[tuple[Schema, str | None], CompiledSchema] = OrderedDict()
 
     @classmethod
@@ -389,36 +391,42 @@ class _Job:
     def run(self, batch: Sequence[_Document | PcdlabError], errors: str) -> Iterator[Extraction | PcdlabError]:
         """Decide a batch; an error that stands for a document stays in its place."""
         documents = [item for item in batch if isinstance(item, _Document)]
-        meter = self.backend.meter
-        before = (meter.forward_passes, meter.tokens_fed)
         clock: dict[str, float] = {}
+        meter = self.backend.meter
         warm = False
         failure: PcdlabError | None = None
-        try:
-            if documents and self.waves:
-                head, warm = self._head(documents[0], clock)
-                with _timed(clock, "score"):
-                    if self.one_pass:
-                        self._together(documents, head)
-                    elif self.mode == "isolated":
-                        self._waves(documents[0], head)
-                    else:
-                        self._joint(documents[0], head)
-        except PcdlabError as error:
-            if errors == "raise":
-                raise
-            failure = error
+        with self.engine.lock:
+            before = (meter.forward_passes, meter.tokens_fed)
+            try:
+                if documents and self.waves:
+                    warm = self._decide(documents, clock)
+            except PcdlabError as error:
+                if errors == "raise":
+                    raise
+                failure = error
+            cost = (meter.forward_passes - before[0], meter.tokens_fed - before[1])
         if failure and len(documents) > 1:
             # One document's garbage fails the whole pass: only alone does each show whether it was the one.
             for item in batch:
                 yield from self.run([item], errors)
             return
-        cost = (meter.forward_passes - before[0], meter.tokens_fed - before[1])
         for item in batch:
             if isinstance(item, _Document):
                 yield failure or self._result(item, cost, clock, warm, len(documents))
             else:
                 yield item
+
+    def _decide(self, documents: Sequence[_Document], clock: dict[str, float]) -> bool:
+        """Run the passes and note the decisions; whether the head was there already."""
+        head, warm = self._head(documents[0], clock)
+        with _timed(clock, "score"):
+            if self.one_pass:
+                self._together(documents, head)
+            elif self.mode == "isolated":
+                self._waves(documents[0], head)
+            else:
+                self._joint(documents[0], head)
+        return warm
 
     def _result(
         self, document: _Document, cost: tuple[int, int], clock: dict[str, float], warm: bool, documents: int

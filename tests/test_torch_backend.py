@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -182,14 +185,45 @@ def test_prefixes_survive_the_disk(tmp_path) -> None:  # type: ignore[no-untyped
 
 
 def test_garbage_logits_are_an_error_not_an_argmax() -> None:
-    import copy
-
     broken = copy.deepcopy(tiny("llama"))
     backend = TorchBackend(broken, name="broken")
     with torch.no_grad():
         broken.model.norm.weight[0] = float("nan")
     with pytest.raises(NumericsError, match="'broken' returned NaN"):
         backend.read(None, random_tree(17, trunk=3, branches=1))
+
+
+def test_threads_do_not_run_each_others_attention() -> None:
+    backend = BACKENDS["gemma3"]
+    trees = [random_tree(seed, trunk=6, branches=8) for seed in range(8)]
+    head = [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    expected = [backend.read(backend.prefill(head), tree).log_probs for tree in trees]
+
+    def work(tree: TokenTree) -> np.ndarray:
+        for _ in range(5):
+            backend.plain_logits(head)
+            got = backend.read(backend.prefill(head), tree).log_probs
+        return got
+
+    with ThreadPoolExecutor(4) as pool:
+        for got, want in zip(pool.map(work, trees), expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_a_failure_inside_a_pass_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = BACKENDS["llama"]
+    tree = random_tree(19, trunk=3, branches=2)
+    before = backend.read(None, tree).log_probs
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_attention, "attend", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            backend.read(None, tree)
+    np.testing.assert_allclose(backend.plain_logits([3, 4])[0], backend.plain_logits([3])[0], atol=1e-5)
+    np.testing.assert_array_equal(backend.read(None, tree).log_probs, before)
 
 
 def test_too_long_and_bad_arguments() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ class TorchBackend:
         self.torch_dtype = next(model.parameters()).dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         self.meter = Meter()
+        # Which attention function runs is a setting of the whole model: two passes at once would run each other's.
+        self._lock = threading.RLock()
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.max_tokens = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
@@ -337,12 +340,13 @@ class TorchBackend:
 
     @contextmanager
     def _attention(self, implementation: str) -> Iterator[None]:
-        before = self.module.config._attn_implementation
-        self._use(implementation)
-        try:
-            yield
-        finally:
-            self._use(before)
+        with self._lock:
+            before = self.module.config._attn_implementation
+            self._use(implementation)
+            try:
+                yield
+            finally:
+                self._use(before)
 
     def _probe(self) -> str:
         """Why the packed layout cannot be used for this model; empty if it reproduces plain forward passes."""
