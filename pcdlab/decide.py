@@ -39,6 +39,7 @@ __all__ = [
     "Plan",
     "Scorer",
     "Wish",
+    "check_normalise",
     "check_options",
     "decide",
     "plan",
@@ -115,7 +116,7 @@ class Plan:
 
 
 def check_options(scorer: str, normalise: str) -> None:
-    """Refuse unknown names and combinations without a meaning.
+    """Refuse unknown names.
 
     Raises
     ------
@@ -125,10 +126,21 @@ def check_options(scorer: str, normalise: str) -> None:
         raise ParameterError(f"scorer={scorer!r} is unknown; choose one of {', '.join(get_args(Scorer))}")
     if normalise not in get_args(Normalise):
         raise ParameterError(f"normalise={normalise!r} is unknown; choose one of {', '.join(get_args(Normalise))}")
-    if normalise != "sum" and scorer not in ("marginal", "exact"):
+
+
+def check_normalise(wishes: Iterable[Wish], normalise: str) -> None:
+    """Refuse to normalise scores that are no log-probabilities: the shares of ``walk`` and ``hybrid``.
+
+    Raises
+    ------
+    ParameterError
+    """
+    unfit = [wish for wish in wishes if wish.scorer not in ("marginal", "exact")]
+    if normalise != "sum" and unfit:
+        names = ", ".join(wish.compiled.field.name for wish in unfit)
         raise ParameterError(
-            f"normalise={normalise!r} needs label scores that can be compared, which scorer={scorer!r} does not give for every "
-            "field; choose scorer='marginal' or scorer='exact'"
+            f"normalise={normalise!r} needs log-probabilities of whole labels, which {unfit[0].scorer!r} does not give (fields "
+            f"decided by it: {names}); choose scorer='marginal' or scorer='exact'"
         )
 
 

@@ -135,7 +135,8 @@ class Engine:
         scorer : {"auto", "marginal", "exact", "walk", "hybrid"}
             See :mod:`pcdlab.decide`. "auto": marginal up to 32 labels, hybrid above.
         normalise : {"sum", "length", "unconditional"}
-            Label scores as they are, per token, or minus the score under an empty document.
+            Label scores as they are, per token, or minus the score under an empty document. The latter two need every field
+            to be scored by ``marginal`` or ``exact``.
         instructions : str, optional
             Text in front of the catalogue instead of the default.
 
@@ -165,7 +166,10 @@ class Engine:
         tokens_per_pass: int = TOKENS_PER_PASS,
         progress: bool = True,
     ) -> Any:
-        """Fill a schema for many documents, batched as branches of one tree.
+        """Fill a schema for many documents.
+
+        Where one pass decides every field, documents are batched as branches of one tree. With ``depends_on``, joint mode or
+        ``hybrid`` each document takes its own passes.
 
         Parameters
         ----------
@@ -327,6 +331,7 @@ class _Job:
         self.waves = [wave for names in waves if (wave := [name for name in names if name in open_fields])]
         # What the first pass asks is the same for every document.
         self.first = deciding.plan([self.wish(name, {}) for name in (self.waves or [[]])[0]])
+        deciding.check_normalise([self.wish_after(name, (), {}) for name in open_fields], normalise)
         # Documents share a pass only where one pass decides everything; else each keeps its own trunk in between.
         looks_twice = any(item.wish.scorer == "hybrid" for item in self.first.fields)
         self.one_pass = mode == "isolated" and len(self.waves) <= 1 and not looks_twice

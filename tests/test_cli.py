@@ -42,8 +42,8 @@ class FakeEngine:
         cls.asked = {"model": name, "backend": backend, "dtype": dtype}
         return cls()
 
-    def extract(self, text: str, schema: Schema, scorer: str) -> Extraction:
-        self.asked.update(text=text, names=list(schema.names), scorer=scorer)
+    def extract(self, text: str, schema: Schema, mode: str, scorer: str, normalise: str) -> Extraction:
+        self.asked.update(text=text, names=list(schema.names), scorer=scorer, mode=mode, normalise=normalise)
         fields = {
             field.name: FieldDecision(
                 name=field.name,
@@ -84,7 +84,7 @@ def test_run_prints_a_table_and_what_it_cost(run: Any, preset: Path) -> None:
     assert result.exit_code == 0
     assert FakeEngine.asked == {
         "model": "tiny", "backend": "mlx", "dtype": "float32", "scorer": "exact",
-        "text": "You have won!", "names": ["spam", "kind"],
+        "text": "You have won!", "names": ["spam", "kind"], "mode": "isolated", "normalise": "sum",
     }  # fmt: skip
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["spam", "true", "0.400", "0.250", "false", "0.300"] in rows
@@ -125,8 +125,8 @@ def test_run_reads_text_and_schema(run: Any, preset: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run"], "PRESET is missing; name a preset, or give both --text and --schema"),
-        (["run", "--text", "-"], "PRESET is missing"),
+        (["run"], "--text and --schema missing; name a preset"),
+        (["run", "--text", "-"], "--schema missing"),
         (["run", "no_such_preset"], "no_such_preset"),
         (["run", "PRESET", "--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
         (["run", "PRESET", "--text", "LATIN1"], "is not UTF-8 text (byte 1)"),

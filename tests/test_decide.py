@@ -109,6 +109,16 @@ def test_hybrid_with_few_labels_is_exact() -> None:
     assert out.stats.forward_passes <= 2
 
 
+def test_hybrid_looks_twice_only_where_few_labels_are_left() -> None:
+    this = engine("characters")
+    pairs = tuple(one + other for one in "ab" for other in "abcdef")  # one step of the walk leaves six
+    for labels, passes in ((tuple("abcdefghi"), 1), (pairs, 2)):
+        schema = Schema((Field("key", labels),))
+        this.extract("warm up", schema)
+        out = this.extract(DOCUMENT, schema, scorer="hybrid")
+        assert (out.fields["key"].method, out.stats.forward_passes) == ("hybrid", passes)
+
+
 # --- labels -----------------------------------------------------------------------------------------------------------
 
 
@@ -187,12 +197,23 @@ def test_scores_are_log_probabilities() -> None:
         ({"scorer": "greedy"}, "scorer='greedy' is unknown; choose one of auto, marginal, exact, walk, hybrid"),
         ({"normalise": "mean"}, "normalise='mean' is unknown; choose one of sum, length, unconditional"),
         ({"mode": "together"}, "mode='together' is unknown"),
-        ({"scorer": "walk", "normalise": "length"}, "normalise='length'.*scorer='walk'.*choose scorer='marginal'"),
-        ({"scorer": "hybrid", "normalise": "unconditional"}, "scorer='hybrid'"),
-        ({"normalise": "length"}, "scorer='auto'"),
+        (
+            {"scorer": "walk", "normalise": "length"},
+            "normalise='length'.*'walk' does not give.*choose scorer='marginal'",
+        ),
     ],
 )
 def test_unknown_options(options: dict[str, str], message: str) -> None:
     fresh = fresh_engine("qwen")
     with pytest.raises(ParameterError, match=message):
         fresh.extract(DOCUMENT, SCHEMA, **options)  # type: ignore[arg-type]
+
+
+def test_normalising_is_refused_only_where_a_field_has_no_label_scores() -> None:
+    many = Field("good", tuple(f"g{i}" for i in range(33)))
+    few = Field("risk", ("LOW", "MEDIUM", "HIGH"))
+    fresh = fresh_engine("qwen")
+    for scorer in ("auto", "hybrid"):  # marginal and exact for three labels
+        fresh.extract(DOCUMENT, Schema((few,)), normalise="length", scorer=scorer)
+        with pytest.raises(ParameterError, match=r"'hybrid' does not give \(fields decided by it: good\)"):
+            fresh.extract(DOCUMENT, Schema((few, many)), normalise="length", scorer=scorer)
