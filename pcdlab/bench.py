@@ -92,7 +92,9 @@ def _measure(name: str, engine: Engine, scenario: Preset, runs: int, warm: bool)
     phases = extract().stats.seconds
     compiled = engine.compile(scenario.schema)
     prompt = backend.prefill(compiled.prompt.ids(scenario.context))
-    wishes = [decide.Wish(item, decide.resolve("auto", len(item.field.labels))) for item in compiled if not item.field.fixed]
+    wishes = [
+        decide.Wish(item, decide.resolve("auto", len(item.field.labels))) for item in compiled if not item.field.fixed
+    ]
     tree = decide.plan(wishes).tree
     roofline = _roofline(backend, passes) if backend.layout == "packed" else None
     allowed = all(result.values[field.name] in field.labels for field in scenario.schema)
@@ -175,7 +177,9 @@ def _roofline(backend: TorchBackend, passes: list[_PassShape], runs: int = 7) ->
     model = backend.module
     head = model.get_output_embeddings()
     shapes = Counter(
-        tuple(module.weight.shape) for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head
+        tuple(module.weight.shape)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
     )
     embeddings = {id(p) for m in (model.get_input_embeddings(), head) for p in m.parameters()}
     weights = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
@@ -233,7 +237,11 @@ def _versions() -> dict[str, str]:
     import torch
     import transformers
 
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": str(torch.get_num_threads())}
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 # --- for people --------------------------------------------------------------------------------------------------
@@ -246,15 +254,39 @@ def print_bench(result: dict[str, Any], console: Console) -> None:
     about = result["machine"]
     console.print(f"{result['model']} on {about['cpu']}, {about['threads']} threads, torch {about['torch']}")
     whole = Table(title="Whole extraction", title_justify="left")
-    for column in ("preset", "engine", "dtype", "median s", "passes", "tokens fed", "peak MiB", "× roofline", "agreement"):
+    for column in (
+        "preset",
+        "engine",
+        "dtype",
+        "median s",
+        "passes",
+        "tokens fed",
+        "peak MiB",
+        "× roofline",
+        "agreement",
+    ):
         whole.add_column(column, justify="left" if column in ("preset", "engine", "dtype") else "right")
     scoring = Table(title="Scoring pass alone, below a cached prompt", title_justify="left")
-    for column in ("engine", "dtype", "prompt tokens", "tree tokens", "median s", "rows ÷ this", "peak MiB", "peak ÷ prompt KV"):
+    for column in (
+        "engine",
+        "dtype",
+        "prompt tokens",
+        "tree tokens",
+        "median s",
+        "rows ÷ this",
+        "peak MiB",
+        "peak ÷ prompt KV",
+    ):
         scoring.add_column(column, justify="left" if column in ("engine", "dtype") else "right")
     padded = {row["dtype"]: row["scoring_s"] for row in result["rows"] if row["engine"] == "rows"}
     for row in result["rows"]:
         ratio = f"{row['roofline_ratio']:.2f}" if row["roofline_ratio"] else "–"
-        numbers = (f"{row['median_s']:.3f}", str(row["forward_passes"]), str(row["tokens_fed"]), f"{row['peak_bytes'] / 2**20:.0f}")
+        numbers = (
+            f"{row['median_s']:.3f}",
+            str(row["forward_passes"]),
+            str(row["tokens_fed"]),
+            _mib(row["peak_bytes"]),
+        )
         whole.add_row(row["preset"], row["engine"], row["dtype"], *numbers, ratio, f"{row['agreement']:.0%}")
         if row["engine"] != "tree-cold":
             scoring.add_row(
@@ -264,8 +296,12 @@ def print_bench(result: dict[str, Any], console: Console) -> None:
                 str(row["scoring_tokens"]),
                 f"{row['scoring_s']:.3f}",
                 f"{padded[row['dtype']] / row['scoring_s']:.1f}",
-                f"{row['scoring_peak_bytes'] / 2**20:.0f}",
+                _mib(row["scoring_peak_bytes"]),
                 f"{row['scoring_peak_bytes'] / row['prompt_kv_bytes']:.2f}",
             )
     console.print(whole)
     console.print(scoring)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f}"

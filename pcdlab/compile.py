@@ -145,9 +145,7 @@ class CompiledSchema:
         return iter(self.fields.values())
 
 
-def compile_schema(
-    codec: Codec, schema: Schema, instructions: str | None = None, first_line: str = ""
-) -> CompiledSchema:
+def compile_schema(codec: Codec, schema: Schema, instructions: str | None = None) -> CompiledSchema:
     """Find a line format with clean token boundaries and compile every field in it.
 
     Parameters
@@ -158,9 +156,6 @@ def compile_schema(
         The fields.
     instructions : str, optional
         Text in front of the catalogue, see :class:`pcdlab.prompt.Prompt`.
-    first_line : str
-        JSON text ``"key": value`` of a constant line between the opening and the fields, the same for every field; empty
-        for none.
 
     Raises
     ------
@@ -179,8 +174,7 @@ def compile_schema(
     prompt = Prompt(codec, schema, instructions)
     problems = []
     for line_format in FORMATS:
-        opening = line_format.opening + (f"{line_format.before}{first_line}{line_format.after}" if first_line else "")
-        placed = prompt.with_opening(opening)
+        placed = prompt.with_opening(line_format.opening)
         lines = _Lines(placed, line_format)
         try:
             fields = {field.name: _compile_field(lines, field, schema) for field in schema}

@@ -41,7 +41,6 @@ TOKENS_PER_PASS = 4096  # documents are batched up to this many tree nodes
 SCHEMAS = 16  # compiled schemas kept
 REFERENCES = 4096  # scores under an empty document kept
 LOW_MASS = 0.1  # below this the model would rather have written something else: a warning
-FIRST_LINE = ""  # constant first line of the object; what was measured is in docs/lab-notes.md
 
 
 class Engine:
@@ -101,7 +100,7 @@ class Engine:
         """
         key = (Schema.of(schema), instructions)
         if key not in self._compiled:
-            self._compiled[key] = compile_schema(self.codec, key[0], instructions, FIRST_LINE)
+            self._compiled[key] = compile_schema(self.codec, key[0], instructions)
             while len(self._compiled) > SCHEMAS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
@@ -150,7 +149,11 @@ class Engine:
             If prompt and fields are longer than the model's context.
         SchemaError, TokenizationError, ParameterError, NumericsError
         """
-        return next(self._extract([text], schema, mode, scorer, normalise, instructions, "raise", TOKENS_PER_PASS))
+        # A failure is returned, not raised, so that the only document does not get a number in the message.
+        result = next(self._extract([text], schema, mode, scorer, normalise, instructions, "return", TOKENS_PER_PASS))
+        if isinstance(result, PcdlabError):
+            raise result
+        return result
 
     # --- many documents -----------------------------------------------------------------------------------------
 
@@ -192,8 +195,11 @@ class Engine:
         """
         if errors not in ("raise", "return"):
             raise ParameterError(f"errors={errors!r} is unknown; choose 'raise' or 'return'")
-        if isinstance(texts, str):
-            raise ParameterError("texts is one string; give a list of documents, or use extract for one")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            kind = type(texts).__name__
+            raise ParameterError(f"texts is {kind}; give a list or an iterator of documents, or use extract for one")
+        if not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
+            raise ParameterError(f"tokens_per_pass={tokens_per_pass!r} is no positive whole number")
         total = len(texts) if isinstance(texts, Sized) else None
         results = self._extract(texts, schema, mode, scorer, normalise, instructions, errors, tokens_per_pass)
         shown = tqdm(results, total=total, unit="doc", disable=not progress or total == 1)
@@ -271,6 +277,10 @@ class Engine:
         if mode not in ("isolated", "joint"):
             raise ParameterError(f"mode={mode!r} is unknown; choose 'isolated' or 'joint'")
         job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode)
+        return self._batches(job, texts, errors, tokens_per_pass)
+
+    @staticmethod
+    def _batches(job: _Job, texts: Iterable[str], errors: str, tokens_per_pass: int) -> Iterator[Any]:
         batch: list[_Document | PcdlabError] = []
         nodes = 0
         for number, text in enumerate(texts):
@@ -279,7 +289,7 @@ class Engine:
                 item = job.tokenise(text)
             except PcdlabError as error:
                 if errors == "raise":
-                    raise (type(error)(f"document {number}: {error}") if number else error) from None
+                    raise type(error)(f"document {number}: {error}") from None
                 item = error
             size = job.size(item)
             if batch and nodes + size > tokens_per_pass:
@@ -335,8 +345,10 @@ class _Job:
         # Documents share a pass only where one pass decides everything; else each keeps its own trunk in between.
         looks_twice = any(item.wish.scorer == "hybrid" for item in self.first.fields)
         self.one_pass = mode == "isolated" and len(self.waves) <= 1 and not looks_twice
-        lines = [len(item.branch) + max(len(s.tokens) for s in item.canonical) for item in compiled]
-        self.room = max(lines) if self.one_pass else sum(lines)  # most tokens behind the prompt
+        # Most tokens behind the prompt: a line, and in front of it those it sees.
+        lines = {item.field.name: len(item.branch) + max(len(s.tokens) for s in item.canonical) for item in compiled}
+        seen = {name: lines[name] + sum(lines[other] for other in self._ancestors(name)) for name in lines}
+        self.room = sum(lines.values()) if mode == "joint" else max(seen.values())
 
     def wish(self, name: str, answers: Mapping[str, FieldDecision]) -> Wish:
         """Ask for a field that sees the answers it depends on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -96,6 +97,9 @@ class HeadCache:
 
     @staticmethod
     def _trim(folder: Path) -> None:
+        for left in folder.glob("*.tmp"):  # of a process that was killed while it wrote
+            if time.time() - left.stat().st_mtime > 3600:
+                left.unlink(missing_ok=True)
         files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
         total = 0
         for file in files:

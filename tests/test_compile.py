@@ -207,14 +207,6 @@ def test_a_merge_behind_one_label_only_is_found() -> None:
     assert this.format is FORMATS[2]
 
 
-def test_a_constant_first_line() -> None:
-    for name in ("qwen", "gemma"):
-        this = compile_schema(codec(name), Schema((Field("a", (0, 1)),)), first_line='"ok": true')
-        text = this.prompt.text("Hi.")
-        assert text.endswith('{\n  "ok": true,\n')
-        assert own_ids(name, text + write(this, "a", "1")) == [*this.prompt.ids("Hi."), *this.fields["a"].line(1)]
-
-
 # --- labels -----------------------------------------------------------------------------------------------------------
 
 

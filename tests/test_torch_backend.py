@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, tiny
 
+from pcdlab.backends import torch as torch_backend
 from pcdlab.backends import torch_attention
 from pcdlab.backends.torch import PackedPrefix, TorchBackend
-from pcdlab.errors import BackendError, NumericsError, ParameterError
+from pcdlab.errors import BackendError, ModelError, NumericsError, ParameterError
 from pcdlab.tokentree import TokenTree, TreeBuilder, join
 
 PURE_ATTENTION = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mistral", "gpt_oss"]
@@ -173,7 +176,7 @@ def test_a_pass_is_counted_once_and_by_its_tokens() -> None:
     assert (backend.meter.forward_passes, backend.meter.tokens_fed) == (2, 3 + len(tree))
 
 
-def test_prefixes_survive_the_disk(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_prefixes_survive_the_disk(tmp_path: Path) -> None:
     backend = BACKENDS["gemma3"]
     prefix = backend.prefill([9, 8, 7], backend.prefill([3, 4, 5, 6]))
     backend.save(prefix, tmp_path / "prefix.safetensors")
@@ -220,10 +223,102 @@ def test_a_failure_inside_a_pass_leaves_the_model_as_it_was(monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(torch_attention, "attend", broken)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        before_meter = (backend.meter.forward_passes, backend.meter.tokens_fed)
+        with pytest.raises(BackendError, match=r"'model' failed on a pass of .* out of memory"):
             backend.read(None, tree)
+        assert (backend.meter.forward_passes, backend.meter.tokens_fed) == before_meter
     np.testing.assert_allclose(backend.plain_logits([3, 4])[0], backend.plain_logits([3])[0], atol=1e-5)
     np.testing.assert_array_equal(backend.read(None, tree).log_probs, before)
+
+
+def test_vocabulary_and_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = random_tree(20, trunk=5, branches=12)
+    whole = BACKENDS["llama"].read(BACKENDS["llama"].prefill([3, 4, 5]), tree).log_probs
+    monkeypatch.setattr(torch_backend, "HEAD_BYTES", 4 * VOCABULARY * 3)
+    monkeypatch.setattr(torch_backend, "ROWS_PER_PASS", 2)
+    for layout in ("packed", "rows"):
+        backend = TorchBackend(tiny("llama"), layout=layout)  # type: ignore[arg-type]
+        np.testing.assert_allclose(backend.read(backend.prefill([3, 4, 5]), tree).log_probs, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama"])
+def test_scores_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = BACKENDS[kind]
+    tree = random_tree(21, trunk=30, branches=12)
+    head = list(range(3, 30))
+    whole = backend.read(backend.prefill(head), tree).log_probs
+    monkeypatch.setattr(torch_attention, "SCORE_BYTES", 4 * 4 * 40 * 3)
+    original = torch_attention.attend
+    if kind == "llama":  # through the same code as a device without the CPU kernel
+        monkeypatch.setattr(torch_attention, "attend", lambda *args: original(*args[:5], 1e6))
+    np.testing.assert_allclose(backend.read(backend.prefill(head), tree).log_probs, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["granite", "cohere"])
+def test_scaled_logits(kind: str) -> None:
+    backend = TorchBackend(tiny(kind))
+    tree = random_tree(22, trunk=5, branches=4)
+    np.testing.assert_allclose(backend.read(None, tree).log_probs, plain(backend, [], tree), atol=1e-5)
+
+
+def test_the_probe_rejects_what_does_not_reproduce_plain_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch_attention.attend
+
+    def blind(q, k, v, scale, mask, softcap):  # type: ignore[no-untyped-def]
+        return original(q, k, v, scale, None, softcap)  # every row sees every key
+
+    monkeypatch.setattr(torch_attention, "attend", blind)
+    backend = TorchBackend(tiny("llama"))
+    assert backend.layout == "rows"
+    assert "differ from plain ones" in backend.layout_reason
+
+
+def test_a_layer_that_hides_its_window_is_not_run_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny("gemma3"))
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None  # what the attention function is told; the masks still know better
+    assert "does not tell the attention interface its window" in TorchBackend(model).layout_reason
+
+
+def test_missing_weights_are_an_error_not_random_numbers(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file({k: v for k, v in weights.items() if "layers.1." not in k}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"weights do not fit config.json, missing keys: .*layers\.1"):
+        TorchBackend.load(tmp_path, dtype="float32")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot load this model"):
+        TorchBackend.load(tmp_path, dtype="float32")
+
+
+def test_a_damaged_prefix_file_is_noticed(tmp_path: Path) -> None:
+    backend = BACKENDS["llama"]
+    file = tmp_path / "prefix.safetensors"
+    backend.save(backend.prefill([3, 4, 5, 6]), file)
+    raw = bytearray(file.read_bytes())
+    raw[-100:-50] = bytes(50)
+    file.write_bytes(raw)
+    with pytest.raises(BackendError, match="not those that were written"):
+        backend.load_prefix(file)
+
+
+def test_positions_that_turn_with_the_length_end_where_they_turn() -> None:
+    config = copy.deepcopy(tiny("phi3").config)
+    config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    assert torch_backend._longest(config) == 64
+
+
+def test_the_fingerprint_tells_what_matters_apart(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    same = torch_backend._fingerprint(tmp_path, "float32", "cpu")
+    assert torch_backend._fingerprint(tmp_path, "float32", "cpu") == same
+    assert torch_backend._fingerprint(tmp_path, "bfloat16", "cpu") != same
+    save_file({"other": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert torch_backend._fingerprint(tmp_path, "float32", "cpu") != same
 
 
 def test_too_long_and_bad_arguments() -> None:

@@ -49,6 +49,8 @@ def tiny(kind: str) -> Any:
         "gpt_oss": lambda: tf.GptOssConfig(
             **SHARED, sliding_window=7, layer_types=WINDOWED, num_local_experts=2, num_experts_per_tok=1
         ),
+        "granite": lambda: tf.GraniteConfig(**no_head_dim, logits_scaling=8.0, attention_multiplier=0.3),
+        "cohere": lambda: tf.CohereConfig(**no_head_dim, logit_scale=0.25),
         "gpt2": lambda: tf.GPT2Config(
             vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2
         ),

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+import pcdlab
 from pcdlab.backends.base import Meter, Reading, check_finite
 from pcdlab.backends.torch_attention import IMPLEMENTATION, Pass, Segment, running
 from pcdlab.errors import BackendError, ModelError, ParameterError
@@ -37,7 +39,11 @@ __all__ = ["PackedPrefix", "RowsPrefix", "TorchBackend"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_BYTES = 48 << 20  # most bytes of logits held at once: longer reads go through the vocabulary in pieces
+PROBE_LIMIT, PROBE_LIMIT_LOW = 1e-4, 0.05  # total variation a layout may differ from plain passes: float32, below
 ROWS_PER_PASS = 32  # rows layout: most copies of the cache at once
+
+# Which attention function runs is a setting of the whole model: of two passes at once each would run the other's.
+_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +108,10 @@ class TorchBackend:
         self.torch_dtype = next(model.parameters()).dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         self.meter = Meter()
-        # Which attention function runs is a setting of the whole model: two passes at once would run each other's.
-        self._lock = threading.RLock()
+        self._lock = _LOCKS.setdefault(model, threading.RLock())
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
-        self.max_tokens = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self.max_tokens = _longest(config)
         self._plain_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._use(self._plain_attention)
         self._finish = _find_finish(model, config)
@@ -115,8 +120,11 @@ class TorchBackend:
         if layout == "auto":
             self.layout = "packed"
             problem = self._probe()
-            self.layout = "rows" if problem else "packed"
             self.layout_reason = problem or "reproduces plain forward passes"
+            if problem:
+                self.layout = "rows"
+                if problem := self._probe():
+                    raise BackendError(f"{name!r} runs neither packed ({self.layout_reason}) nor in rows ({problem})")
         self.fingerprint = fingerprint if self.layout == "packed" else None
         self.meter = Meter()
 
@@ -148,10 +156,27 @@ class TorchBackend:
         # Transformers prints a progress bar per load, which would end up in every notebook.
         transformers.utils.logging.disable_progress_bar()
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
+            )
+            model, found = loaded
             model.to(device)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ModelError(f"{folder}: transformers cannot load this model: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # transformers, safetensors and the config classes raise what they like
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"{folder}: transformers cannot load this model: {reason}") from error
+        # What a checkpoint lacks, transformers fills with random numbers.
+        wrong = {
+            kind: sorted(map(str, found[kind]))
+            for kind in ("missing_keys", "mismatched_keys", "unexpected_keys")
+            if found[kind]
+        }
+        if wrong:
+            told = "; ".join(
+                f"{kind.replace('_', ' ')}: {', '.join(keys[:3])} ({len(keys)} in all)" for kind, keys in wrong.items()
+            )
+            raise ModelError(
+                f"{folder}: the weights do not fit config.json, {told}; get the model again or correct the config"
+            )
         return cls(model, name=Path(folder).name, fingerprint=_fingerprint(Path(folder), dtype, device))
 
     # --- the contract -------------------------------------------------------------------------------------------
@@ -196,16 +221,26 @@ class TorchBackend:
             for layer, (k, v) in segment.layers.items():
                 tensors[f"{i}.{layer}.k"], tensors[f"{i}.{layer}.v"] = k, v
         spans = json.dumps([[segment.start, segment.length] for segment in prefix.segments])
-        save_file(tensors, path, metadata={"spans": spans})
+        save_file(tensors, path, metadata={"spans": spans, "digest": _digest(tensors)})
 
     def load_prefix(self, path: Path) -> PackedPrefix:
-        """Read back a packed prefix."""
+        """Read back a packed prefix.
+
+        Raises
+        ------
+        BackendError
+            If the file's contents are not what was written.
+        """
         with safe_open(path, framework="pt", device=str(self.device)) as file:
-            spans = json.loads(file.metadata()["spans"])
-            layers: list[dict[int, list[Tensor]]] = [{} for _ in spans]
-            for key in sorted(file.keys()):  # "k" sorts before "v"
-                i, layer, _ = key.split(".")
-                layers[int(i)].setdefault(int(layer), []).append(file.get_tensor(key))
+            metadata = file.metadata()
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        if metadata.get("digest") != _digest(tensors):
+            raise BackendError(f"{path}: its keys and values are not those that were written; delete the file")
+        spans = json.loads(metadata["spans"])
+        layers: list[dict[int, list[Tensor]]] = [{} for _ in spans]
+        for key in sorted(tensors):  # "k" sorts before "v"
+            i, layer, _ = key.split(".")
+            layers[int(i)].setdefault(int(layer), []).append(tensors[key])
         pairs = [{layer: (kv[0], kv[1]) for layer, kv in segment.items()} for segment in layers]
         return PackedPrefix(tuple(Segment(start, n, pair) for (start, n), pair in zip(spans, pairs, strict=True)))
 
@@ -219,11 +254,24 @@ class TorchBackend:
     def _run(self, prefix: Any, tokens: NDArray[np.int64], depths: NDArray[np.int64], now: Pass) -> Tensor:
         """One packed forward pass; hidden states after the last norm, [n, hidden]."""
         self._check_length(int(now.positions.max()) + 1)
-        self.meter.count(len(tokens))
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
-        with torch.inference_mode(), self._attention(IMPLEMENTATION), running(now):
-            output = self.module.base_model(input_ids=ids[None], position_ids=now.positions[None], use_cache=False)
-            return output.last_hidden_state[0]
+        with self._attention(IMPLEMENTATION), running(now):
+            output = self._forward(input_ids=ids[None], position_ids=now.positions[None], use_cache=False)
+        self.meter.count(len(tokens))
+        return output.last_hidden_state[0]
+
+    def _forward(self, **inputs: Any) -> Any:
+        """The model without its vocabulary projection; what the framework raises becomes a BackendError."""
+        try:
+            with torch.inference_mode():
+                return self.module.base_model(**inputs)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            size = " × ".join(map(str, inputs["input_ids"].shape))
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BackendError(
+                f"{self.model!r} failed on a pass of {size} tokens: {reason}. If it ran out of memory, give extract_many a "
+                "smaller tokens_per_pass."
+            ) from error
 
     @staticmethod
     def _grown(parent: PackedPrefix | None, now: Pass) -> PackedPrefix:
@@ -243,13 +291,13 @@ class TorchBackend:
         """One forward pass over right-padded rows on `cache`, which is changed; states [rows, longest, hidden]."""
         longest = max(len(row) for row in rows)
         self._check_length(past + longest)
-        self.meter.count(sum(len(row) for row in rows))
         ids = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=self.device)
         positions = torch.arange(past, past + longest, device=self.device)[None].expand(len(rows), -1)
         # Padding stands to the right, so causal attention already hides it from every real token.
-        with torch.inference_mode(), self._attention(self._plain_attention):
-            output = self.module.base_model(input_ids=ids, position_ids=positions, cache=cache, use_cache=True)
-            return output.last_hidden_state
+        with self._attention(self._plain_attention):
+            output = self._forward(input_ids=ids, position_ids=positions, cache=cache, use_cache=True)
+        self.meter.count(sum(len(row) for row in rows))
+        return output.last_hidden_state
 
     def _read_rows(self, prefix: RowsPrefix | None, tree: TokenTree, keep: int) -> tuple[Tensor, RowsPrefix | None]:
         """Each leading chain as one row, everything below it as one row per leaf."""
@@ -310,7 +358,7 @@ class TorchBackend:
             tokens = torch.from_numpy(tree.candidates[lo:hi]).to(self.device)
             with torch.inference_mode():
                 log_probs = torch.log_softmax(self._logits(part), -1)
-                found[lo:hi] = log_probs[rows, tokens].double().cpu().numpy()
+                found[lo:hi] = log_probs[rows, tokens].cpu().double().numpy()
         return found
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -349,42 +397,53 @@ class TorchBackend:
                 self._use(before)
 
     def _probe(self) -> str:
-        """Why the packed layout cannot be used for this model; empty if it reproduces plain forward passes."""
+        """Why the current layout cannot be used for this model; empty if it reproduces plain forward passes."""
         config = self.module.config.get_text_config(decoder=True)
         layer_types = getattr(config, "layer_types", None) or []
         odd = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-        if odd:
+        if odd and self.layout == "packed":
             return f"layers of kind {', '.join(odd)} cannot skip siblings"
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, self.vocabulary, 12)
         parents = np.array([-1, 0, 1, 2, 3, 4, 3, 6, 2, 8, 9, 8])
-        reads = np.array([4, 5, 7, 10, 11])
+        reads = np.array([1, 4, 5, 7, 10, 11])
         everything = np.tile(np.arange(self.vocabulary), len(reads))
         tree = TokenTree(tokens, parents, reads, everything, np.arange(len(reads) + 1) * self.vocabulary)
-        head = rng.integers(0, self.vocabulary, 6).tolist()
+        head = rng.integers(0, self.vocabulary, 9).tolist()
         try:
-            layout = lay_out(tree, group_size=4)
-            now = self._pass(self.prefill(head), layout, tree.depths[layout.order], 0)
-            states = self._run(None, tokens[layout.order], tree.depths[layout.order], now)
-            packed = torch.log_softmax(self._logits(states[torch.from_numpy(layout.rows[reads])]), -1).cpu().numpy()
-        except (AttributeError, AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            return f"its code does not run packed ({type(error).__name__}: {error})"
+            prefix = self.prefill(head[4:], self.prefill(head[:4]))
+            if self.layout == "packed":
+                layout = lay_out(tree, group_size=4)  # so that chains and groups both occur
+                now = self._pass(prefix, layout, tree.depths[layout.order], 0)
+                states = self._run(None, tokens[layout.order], tree.depths[layout.order], now)
+                if problem := self._unseen(config, now):
+                    return problem
+                hidden = states[torch.from_numpy(layout.rows[reads]).to(self.device)]
+            else:
+                hidden, _ = self._read_rows(prefix, tree, 2)
+            ours = self._log_probs(hidden, tree).reshape(len(reads), -1)
+        except Exception as error:  # a model's own code may fail in any way when it is run in one it was not made for
+            return f"its code does not run this way ({type(error).__name__}: {error})"
+        worst = 0.0
+        for read, log_probs in zip(reads, ours, strict=True):
+            logits = self.plain_logits([*head, *tokens[tree.path(int(read))].tolist()])[-1]
+            plain = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
+            worst = max(worst, 0.5 * float(np.abs(np.exp(plain) - np.exp(log_probs)).sum()))
+        limit = PROBE_LIMIT if self.torch_dtype == torch.float32 else PROBE_LIMIT_LOW
+        if not worst <= limit:
+            return f"its next-token distributions differ from plain ones by {worst:.2g} in total variation (limit {limit:g})"
+        return ""
+
+    @staticmethod
+    def _unseen(config: Any, now: Pass) -> str:
+        """What a packed pass shows of layers that do not tell the attention function what it must know."""
         if len(now.windows) != config.num_hidden_layers:
             return f"{config.num_hidden_layers - len(now.windows)} of its layers do not use the attention interface"
+        layer_types = getattr(config, "layer_types", None) or []
         for layer, window in now.windows.items():
             sliding = layer_types[layer] == "sliding_attention" if layer_types else window is not None
             if sliding != (window is not None):
                 return f"layer {layer} does not tell the attention interface its window"
-        worst = 0.0
-        for read, ours in zip(reads, packed, strict=True):
-            logits = self.plain_logits([*head, *tokens[tree.path(int(read))].tolist()])[-1]
-            plain = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
-            worst = max(worst, 0.5 * float(np.abs(np.exp(plain) - np.exp(ours)).sum()))
-        limit = 1e-4 if self.torch_dtype == torch.float32 else 0.05
-        if not worst <= limit:
-            return (
-                f"packed and plain next-token distributions differ by {worst:.2g} in total variation (limit {limit:g})"
-            )
         return ""
 
 
@@ -511,13 +570,34 @@ def _find_finish(model: Any, config: Any) -> Any:
     )
 
 
+def _longest(config: Any) -> int:
+    """Longest sequence the positions allow."""
+    longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length the model turns all positions, also those of a prefix that was run before: not ours to mix.
+        longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+    return longest
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Hash of names, shapes and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _fingerprint(folder: Path, dtype: str, device: str) -> str:
-    """Identity of weights, number format and code, for prefixes kept on disk."""
+    """Identity of weights, number format and versions, for prefixes kept on disk."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    digest.update(f"{dtype} {device} {torch.__version__} {transformers.__version__}".encode())
+    versions = f"{pcdlab.__version__} {torch.__version__} {transformers.__version__}"
+    digest.update(f"{dtype} {device} {versions}".encode())
     return digest.hexdigest()
 
 

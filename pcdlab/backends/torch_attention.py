@@ -29,6 +29,8 @@ __all__ = ["IMPLEMENTATION", "Pass", "Segment", "running"]
 
 IMPLEMENTATION = "pcdlab_tree"  # the name transformers knows this attention function by
 
+SCORE_BYTES = 32 << 20  # most bytes of scores held at once where the fused kernel cannot be used
+
 Mask = Tensor | Literal["causal"] | None
 
 
@@ -183,11 +185,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, softcap: f
         if isinstance(mask, Tensor):
             lse = lse.masked_fill(~mask.any(-1), float("-inf"))  # the kernel says 0 for a row without keys
         return out, lse
+    step = max(1, SCORE_BYTES // (4 * q.shape[0] * q.shape[1] * k.shape[2]))
+    if isinstance(mask, str):
+        rows = torch.arange(q.shape[2], device=q.device)
+        mask = rows[:, None] >= rows if step >= q.shape[2] else None
+        if mask is None:  # causal in pieces: each block of rows with the keys up to its last
+            parts = [
+                attend(
+                    q[:, :, i : i + step],
+                    k[:, :, : i + step],
+                    v[:, :, : i + step],
+                    scale,
+                    rows[i : i + step, None] >= rows[: i + step],
+                    softcap,
+                )
+                for i in range(0, q.shape[2], step)
+            ]
+            return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+    if step < q.shape[2]:
+        parts = [
+            attend(q[:, :, i : i + step], k, v, scale, None if mask is None else mask[..., i : i + step, :], softcap)
+            for i in range(0, q.shape[2], step)
+        ]
+        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
     scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()  # [b, h, n, m]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if isinstance(mask, str):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = torch.logsumexp(scores, -1)
@@ -238,7 +261,8 @@ def tree_attention(
     weights : None
     """
     now = _running.get()
-    assert now is not None, "tree attention was called outside a tree pass"
+    if now is None:
+        raise RuntimeError("tree attention was called outside a tree pass")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     n = query.shape[2]
     g = key.shape[1]
