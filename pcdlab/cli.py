@@ -47,6 +47,11 @@ class _Group(typer.core.TyperGroup):
         except PcdlabError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             raise typer.Exit(2) from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
@@ -161,6 +166,8 @@ def _read_schema(path: Path) -> Schema:
     except json.JSONDecodeError as error:
         where = f"{path}: line {error.lineno}, column {error.colno}"
         raise SchemaError(f"{where}: not valid JSON ({error.msg}); correct the file there") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long
+        raise SchemaError(f"{path}: cannot be read as JSON ({error}); simplify the file") from error
     if isinstance(data, Mapping) and isinstance(data.get("context"), str):  # in a schema, every value is a mapping
         return load_preset(path).schema
     return Schema.of(data, source=str(path))
@@ -440,6 +447,8 @@ def bench(
     """Time the engines against each other on this machine."""
     from pcdlab.bench import print_bench, run_bench
 
+    if json_file is not None and json_file.is_dir():
+        raise ParameterError(f"--json {json_file}: is a folder; name a file")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ParameterError(f"--json {json_file}: there is no such folder; name a file in one that exists")
     measured = run_bench(preset, model, runs, lambda line: print(line, file=sys.stderr, flush=True))
