@@ -24,6 +24,7 @@ from conftest import (
     brute_force,
     engine,
     fresh_engine,
+    log_probs_from,
     own_ids,
     random_model,
     write,
@@ -31,7 +32,9 @@ from conftest import (
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from tokenizers_zoo import NAMES, codec, controls, documents, tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from pcdlab import heads
 from pcdlab.backends.torch import TorchBackend
@@ -40,6 +43,7 @@ from pcdlab.errors import ContextLengthError, NumericsError, ParameterError, Pcd
 from pcdlab.heads import HeadCache
 from pcdlab.result import Extraction
 from pcdlab.schema import Field, Label, Schema
+from pcdlab.tokenizer import HFCodec
 
 DOCUMENT = "Dear customer, your order 4711 has been declined.\nPlease call 555-0199!"
 TEXTS = [DOCUMENT, "The quick brown fox.", "", DOCUMENT, " \n", "12:30", "Dear customer, your order", 'He said: "}']
@@ -84,6 +88,13 @@ class Tie(Exception):
     """Brute force found a decision too close to compare."""
 
 
+def sees(schema: Schema, field: str, mode: str) -> set[str]:
+    """The fields whose lines stand in front of a field's own."""
+    if mode == "joint":
+        return set(schema.names[: schema.names.index(field)])
+    return {seen for other in schema[field].depends_on for seen in (other, *sees(schema, other, mode))}
+
+
 def decide_all(
     name: str, schema: Schema, document: str, options: Sequence[str], mode: str, kind: str = "llama"
 ) -> dict[str, Expected]:
@@ -93,17 +104,12 @@ def decide_all(
     def value(field: str) -> Label:
         return schema[field].labels[0] if schema[field].fixed else expected[field].value
 
-    def sees(field: str) -> set[str]:
-        if mode == "joint":
-            return set(schema.names[: schema.names.index(field)])
-        return {seen for other in schema[field].depends_on for seen in (other, *sees(other))}
-
     waiting = list(schema.names)
     while waiting:
-        field = next(f for f in waiting if not sees(f) & set(waiting))
+        field = next(f for f in waiting if not sees(schema, f, mode) & set(waiting))
         waiting.remove(field)
         if not schema[field].fixed:
-            seen = [(n, value(n)) for n in schema.names if n in sees(field)]
+            seen = [(n, value(n)) for n in schema.names if n in sees(schema, field, mode)]
             expected[field] = brute_force(engine(name, kind), name, schema, field, document, *options, seen=seen)
             if expected[field].margin < 1e-4:  # a tie may be decided either way, and then all that follows differs
                 raise Tie
@@ -360,8 +366,14 @@ def test_bad_arguments() -> None:
     this = engine("qwen")
     with pytest.raises(ParameterError, match="errors='ignore' is unknown; choose 'raise' or 'return'"):
         this.extract_many(TEXTS, SCHEMA, errors="ignore")  # type: ignore[arg-type]
-    with pytest.raises(ParameterError, match="texts is one string"):
-        this.extract_many(DOCUMENT, SCHEMA)
+    for texts in (DOCUMENT, None, 12):
+        with pytest.raises(ParameterError, match=f"texts is {type(texts).__name__}; give a list or an iterator"):
+            this.extract_many(texts, SCHEMA)  # type: ignore[arg-type]
+    for tokens in (0, -1, 1.5):
+        with pytest.raises(ParameterError, match=f"tokens_per_pass={tokens} is no positive whole number"):
+            this.extract_many(TEXTS, SCHEMA, tokens_per_pass=tokens)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="scorer='greedy' is unknown"):
+        this.extract_many(iter(TEXTS), SCHEMA, scorer="greedy")  # type: ignore[arg-type]
     for text in (None, b"bytes", 12, ["text"]):
         with pytest.raises(ParameterError, match=f"the document is {type(text).__name__}, not text"):
             this.extract(text, SCHEMA)  # type: ignore[arg-type]
@@ -427,6 +439,32 @@ def test_hostile_documents_are_decided_as_text(name: str) -> None:
         assert out.stats.cached_tokens in (0, len(engine(name).prompt(schema).head))
 
 
+def test_a_document_that_merges_with_the_text_before_it() -> None:
+    """Then its prompt does not begin with the head, and none is used; nobody else is bothered."""
+    merging = copy.deepcopy(tokenizer("characters"))
+    description = json.loads(merging.backend_tokenizer.to_str())
+    vocabulary = description["model"]["vocab"]
+    description["model"]["merges"] = [["\n", "q"]]
+    vocabulary["\nq"] = vocabulary.pop("_")  # in place of a character that no text here has
+    merging = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(description)))
+    merging.chat_template = tokenizer("characters").chat_template
+    this = Engine(backend("characters"), HFCodec(merging))
+    schema = Schema((Field("urgent", (True, False)),))
+    prompt = this.prompt(schema)
+    texts = ["one", "quick", "two", "queue"]
+    together = this.extract_many(texts, schema, progress=False)
+    assert [out.stats.cached_tokens > 0 for out in together] == [False, False, True, False]
+    for text, out in zip(texts, together, strict=True):
+        assert (prompt.ids(text)[: len(prompt.head)] == list(prompt.head)) == (not text.startswith("q"))
+        ids = merging(prompt.text(text) + '  "urgent": ', add_special_tokens=False)["input_ids"]
+        after = log_probs_from(this.backend, tuple(ids), len(ids) - 1)[0]
+        for label in (True, False):
+            letters = (as_json(label)[0], as_json(label)[0].upper())
+            probability = sum(np.exp(after[vocabulary[letter]]) for letter in letters)
+            assert out.fields["urgent"].log_probs[label] == pytest.approx(np.log(probability), abs=1e-5)
+        assert_same(out, this.extract(text, schema))
+
+
 def test_a_schema_in_any_form_and_other_instructions() -> None:
     class Email(pydantic.BaseModel):
         risk: Literal["LOW", "HIGH"]
@@ -471,18 +509,25 @@ def test_nothing_to_decide_needs_no_pass(mode: Literal["isolated", "joint"]) -> 
     assert len(fresh_engine("qwen").extract_many(TEXTS, schema, mode, progress=False)) == len(TEXTS)
 
 
-def test_too_long_a_document() -> None:
-    short = Engine(backend("characters", positions=600), codec("characters"))
-    empty = len(short.prompt(SCHEMA).ids(""))
-    longest = max(
-        len(own_ids("characters", write(short.compile(SCHEMA), f.name, as_json(v)))) for f in SCHEMA for v in f.labels
-    )
-    fits = 600 - empty - longest
-    assert short.extract("a" * fits, SCHEMA).values.keys() == set(SCHEMA.names)
+@pytest.mark.parametrize("mode", ["isolated", "joint"])
+@pytest.mark.parametrize("schema", [SCHEMA, CHAINED])
+def test_too_long_a_document(schema: Schema, mode: Literal["isolated", "joint"]) -> None:
+    name, limit = "characters", 800
+    short = Engine(backend(name, positions=limit), codec(name))
+    compiled = short.compile(schema)
+    longest = {f.name: max(len(own_ids(name, write(compiled, f.name, as_json(v)))) for v in f.labels) for f in schema}
+    room = max(longest[n] + sum(longest[other] for other in sees(schema, n, mode)) for n in schema.names)
+    empty = len(compiled.prompt.ids(""))
+    fits = limit - empty - room
+    assert fits > 0
+    for scorer in ("marginal", "exact"):
+        assert short.extract("a" * fits, schema, mode, scorer).values.keys() == set(schema.names)  # type: ignore[arg-type]
     with pytest.raises(ContextLengthError) as error:
-        short.extract("a" * (fits + 1), SCHEMA)
+        short.extract("a" * (fits + 1), schema, mode)
     message = str(error.value)
-    assert f"{empty + fits + 1} prompt tokens and up to {longest} for the fields do not fit the 600 tokens" in message
+    assert message.startswith(
+        f"{empty + fits + 1} prompt tokens and up to {room} for the fields do not fit the {limit} tokens"
+    )
     assert "'tiny llama'" in message
     assert "shorten it" in message
 
@@ -608,7 +653,7 @@ def test_a_damaged_file_is_ignored_and_written_again(tmp_path: Path) -> None:
     for damaged in (whole[: len(whole) // 2], whole[:20], b""):
         file.write_bytes(damaged)
         assert passes(with_cache(tmp_path)) == 2
-        assert file.read_bytes() == whole
+        assert file.stat().st_size == len(whole)
         assert passes(with_cache(tmp_path)) == 1
     other = with_cache(tmp_path / "other")
     passes(other, CHAINED)

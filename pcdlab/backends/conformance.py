@@ -53,12 +53,13 @@ class Tolerance:
     limit: float
 
 
-TOLERANCES = {"float32": Tolerance("log-probability", 1e-3)}
+TOLERANCES = {"float32": Tolerance("log-probability", 2e-3)}
 LOW_PRECISION = Tolerance("total variation", 0.15)  # everything else: 16-bit floats, quantised weights
 # One call, made before and after something that must not touch it: nothing is rounded differently, unless the memory it
 # works on lies elsewhere the second time.
 UNTOUCHED = {"sibling isolation": 0.04, "immutable prefix": 0.08}
-NORMALISED = 1e-4  # largest |sum − 1| of a distribution, whatever the weights' number format
+# Largest |sum − 1|, whatever the number format: float32 sums over a vocabulary were seen to be off by 1e-4.
+NORMALISED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,9 @@ def check_backend(
     Notes
     -----
     In float32, two ways to one log-probability differ by the rounding of sums taken in another order: measured up to 3e-6 on
-    tiny random models and 5e-5 on one of 135 million parameters. The mistakes of :mod:`pcdlab.backends.faults` move some
-    probable token by 0.2 or more in the check that is there to see them (but for a jitter, which only repeatability is there
-    to see). The limit of 1e-3 stands between the two, with room for deeper models.
+    tiny random models, and on one of 135 million parameters up to 5e-5 (torch) and 1.5e-4 (MLX on a CPU). The mistakes of
+    :mod:`pcdlab.backends.faults` move some probable token by 0.2 or more in the check that is there to see them (but for a
+    jitter, which only repeatability is there to see). The limit of 2e-3 stands between the two, with room for deeper models.
 
     Low precision rounds at every layer, and not in the same way when the shapes of products differ. On the same model the
     log-probability of a probable token then moves by up to 0.8, so the total variation is compared: up to 0.06 between sound
