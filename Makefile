@@ -51,7 +51,7 @@ lab: setup
 	$(BIN)/jupyter-lab $(ARGS) notebooks/
 
 bench: setup
-	$(OFFLINE) $(BIN)/pcdlab bench $(ARGS)
+	$(OFFLINE) $(BIN)/pcdlab bench --json reports/bench.json $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

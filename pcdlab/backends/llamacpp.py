@@ -87,9 +87,7 @@ class _State:
     length: int
     family: object  # states with common cells
     sequence: int | None = None
-    saved: NDArray[np.uint8] | None = (
-        None  # once written out, as a prefix never changes; a stream forgets it when it does
-    )
+    saved: NDArray[np.uint8] | None = None  # stays when the state comes back: a prefix never changes
 
 
 class LlamaPrefix:
@@ -147,8 +145,7 @@ class LlamaCppBackend:
     def __init__(
         self, model: Model, name: str = "model", dtype: str = "auto", threads: int | None = None, cells: int = CELLS
     ) -> None:
-        if dtype not in ("auto", *KV_TYPES):
-            raise ParameterError(f"dtype {dtype!r} is unknown; choose one of auto, {', '.join(KV_TYPES)}")
+        self._kv = _kv_type(dtype)
         if reason := _unfit(model):
             raise ModelError(f"{model.path}: {reason}; use this model with the torch backend")
         self.model = name
@@ -156,7 +153,6 @@ class LlamaCppBackend:
         self.max_tokens = int(llama_cpp.llama_model_n_ctx_train(model.pointer))
         self.meter = Meter()
         self._model = model
-        self._kv = KV_TYPES["float16" if dtype == "auto" else dtype]
         self.dtype = _number_format(model, self._kv.name)
         self._threads = threads or _cores()
         self.fingerprint: str | None = _fingerprint(model, self._kv.name)
@@ -188,8 +184,7 @@ class LlamaCppBackend:
         ParameterError
             If `dtype` is none of the above.
         """
-        if dtype not in ("auto", *KV_TYPES):  # before minutes of loading
-            raise ParameterError(f"dtype {dtype!r} is unknown; choose one of auto, {', '.join(KV_TYPES)}")
+        _kv_type(dtype)  # before minutes of loading
         return cls(Model(Path(path)), name or Path(path).stem, dtype)
 
     # --- the contract -------------------------------------------------------------------------------------------
@@ -726,6 +721,12 @@ def _unfit(model: Model) -> str:
     if llama_cpp.llama_model_is_diffusion(model.pointer):
         return "this is a diffusion model, not a causal language model"
     return ""
+
+
+def _kv_type(dtype: str) -> gguf.GGMLQuantizationType:
+    if dtype not in ("auto", *KV_TYPES):
+        raise ParameterError(f"dtype {dtype!r} is unknown; choose one of auto, {', '.join(KV_TYPES)}")
+    return KV_TYPES["float16" if dtype == "auto" else dtype]
 
 
 def _number_format(model: Model, kv: str) -> str:

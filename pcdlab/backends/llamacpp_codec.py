@@ -107,8 +107,8 @@ class GGUFCodec:
         self.control_ids = frozenset(self._spelling)
         self._ids = {spelling: i for i, spelling in self._spelling.items()}
         unknown = {i for i, attribute in enumerate(attributes) if attribute & llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN}
-        if (named := self._original.metadata("tokenizer.ggml.unknown_token_id")) is not None:
-            unknown.add(int(named))
+        if (named := pairs.get("tokenizer.ggml.unknown_token_id")) is not None:
+            unknown.add(struct.unpack_from("<I", named, 4)[0])
         self._fixed_ids = self.control_ids - unknown
         self._template, self._source = self._find_template(pairs)
         self.has_template = self._template is not None

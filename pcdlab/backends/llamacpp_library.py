@@ -90,12 +90,3 @@ class Model:
         weakref.finalize(self, llama_cpp.llama_model_free, pointer)
         self.pointer: Any = pointer
         self.vocab: Any = llama_cpp.llama_model_get_vocab(pointer)
-
-    def metadata(self, key: str) -> str | None:
-        """A scalar of the file's metadata as text; None where it is missing."""
-        size = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
-        if size < 0:
-            return None
-        buffer = ctypes.create_string_buffer(size + 1)
-        llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, size + 1)
-        return buffer.value.decode(errors="replace")
