@@ -39,7 +39,9 @@ __all__ = ["PackedPrefix", "RowsPrefix", "TorchBackend"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_BYTES = 48 << 20  # most bytes of logits held at once: longer reads go through the vocabulary in pieces
-PROBE_LIMIT, PROBE_LIMIT_LOW = 1e-4, 0.05  # total variation a layout may differ from plain passes: float32, below
+# Total variation a layout may differ from plain passes. In bfloat16 two sound ways on random tokens differ by up to 0.07, a wrong
+# mask or position on a real model by 0.29 or more.
+PROBE_LIMIT, PROBE_LIMIT_LOW = 1e-4, 0.15  # float32; anything below
 ROWS_PER_PASS = 32  # rows layout: most copies of the cache at once
 
 # Which attention function runs is a setting of the whole model: of two passes at once each would run the other's.
