@@ -55,6 +55,10 @@ SCHEMA = Schema(
         Field("track", ("DELIVER", "DELIVER_WITH_WARNING", "BLOCK", None)),
     )
 )
+# With hybrid, the last field needs a second look.
+LONGER = Schema(
+    (*SCHEMA.fields[:3], Field("code", tuple(f"{a}{b}" for a in "ab" for b in ("x", "xy", "1", "10", "z"))))
+)
 CHAINED = Schema(
     (
         Field("d", ("north", "south", "east"), depends_on=("b", "c")),
@@ -273,9 +277,9 @@ def test_documents_together_equal_one_by_one(name: str, kind: str, options: tupl
     this = engine(name, kind)
     # Minus the score under an empty document, an empty document leaves nothing to choose by.
     texts = [text for text in TEXTS if text or options[1] != "unconditional"]
-    alone = [this.extract(text, SCHEMA, "isolated", *options) for text in texts]  # type: ignore[arg-type]
+    alone = [this.extract(text, LONGER, "isolated", *options) for text in texts]  # type: ignore[arg-type]
     for tokens_per_pass in (4096, 100, 1):
-        got = this.extract_many(texts, SCHEMA, "isolated", *options, tokens_per_pass=tokens_per_pass, progress=False)
+        got = this.extract_many(texts, LONGER, "isolated", *options, tokens_per_pass=tokens_per_pass, progress=False)
         assert isinstance(got, list)
         for one, other in zip(alone, got, strict=True):
             assert_same(one, other)
@@ -416,17 +420,15 @@ def test_no_document_leaves_its_place(name: str) -> None:
     assert prompt.codec.decode(tail).rstrip().endswith(prompt.opening.strip()) or name == "wordpiece"
     steering = codec(name).control_ids - {tokenizer(name).unk_token_id}
 
-    @given(documents(name) | st.sampled_from(hostile(name)))
-    @settings(max_examples=30, deadline=None)
-    def check(document: str) -> None:
+    def stays(document: str) -> None:
         ids = prompt.ids(document)
         assert ids[: len(head)] == head
         assert ids[-len(tail) :] == tail
         assert not set(ids[len(head) : -len(tail)]) & steering
 
-    check()
     for document in hostile(name):
-        check.hypothesis.inner_test(document)
+        stays(document)
+    settings(max_examples=30, deadline=None)(given(documents(name))(stays))()
 
 
 @pytest.mark.parametrize("name", ["qwen", "mistral", "llama3"])
