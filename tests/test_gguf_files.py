@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from pcdlab import models
-from pcdlab.errors import ModelError
+from pcdlab.errors import BackendError, ModelError
 from pcdlab.gguf_files import find_gguf, ollama_models
 
 
@@ -105,6 +107,14 @@ def test_ollama_beside_the_point() -> None:
     for name in ("../../outside", "..:x", "a/b/c/d/e", ""):
         with pytest.raises(ModelError):
             find_gguf(name)
+
+
+def test_without_the_package_there_is_an_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("pcdlab.backends.llamacpp")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(BackendError, match=r"not installed; run\n  pip install 'pcdlab\[llamacpp\]'"):
+        importlib.import_module("pcdlab.backends.llamacpp")
 
 
 def test_unknown_names_get_near_ones() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,18 +16,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'pcdlab[llamacpp]'")
 
-from safetensors import safe_open
 from test_convert import (
     LLAMA_NAMES,
     bpe_keys,
     gguf_tensors,
-    interleave,
     numpy_state,
     tiny_llama,
     trained_bpe,
     write_gguf,
 )
-from transformers import AutoModelForCausalLM, Olmo3Config, Olmo3ForCausalLM
+from transformers import Olmo3Config, Olmo3ForCausalLM
 
 from pcdlab import models
 from pcdlab.backends import llamacpp
@@ -36,7 +33,7 @@ from pcdlab.backends.llamacpp import LlamaCppBackend, load
 from pcdlab.backends.llamacpp_library import Model
 from pcdlab.backends.torch import TorchBackend
 from pcdlab.engine import Engine
-from pcdlab.errors import BackendError, ModelError, ParameterError
+from pcdlab.errors import BackendError, ModelError, NumericsError, ParameterError
 from pcdlab.heads import HeadCache
 from pcdlab.schema import Schema
 from pcdlab.tokentree import TokenTree, TreeBuilder, join
@@ -246,12 +243,14 @@ def bushy(seed: int, nodes: int) -> TokenTree:
 LARGE = {"wide": wide(700), "comb": comb(280), "bushy": bushy(0, 900), "two": join([[3], [4]], [wide(300)] * 2)}
 
 
-@pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (kind, shape) for kind in KINDS for shape in LARGE if (kind, shape) != ("llama", "comb")
+    ],  # too short for a long comb
+)
 def test_more_leaves_than_sequences(kind: str, shape: str) -> None:
     tree, model = LARGE[shape], fresh(kind)
-    if tree.depths.max() > 120 and kind == "llama":
-        pytest.skip("the tiny Llama's positions end at 128")
     got = model.read(model.prefill([4, 5, 6]), tree)
     np.testing.assert_allclose(got.log_probs, by_torch(kind, [4, 5, 6], tree), atol=ATOL, rtol=0)
     assert model.meter.forward_passes > 2
@@ -522,6 +521,14 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
     same(model.read(None, tree).log_probs, expected)
 
 
+def test_garbage_logits_are_an_error_not_an_argmax(tmp_path: Path) -> None:
+    _, keys, tensors = tiny_llama()
+    tensors["output_norm.weight"] = tensors["output_norm.weight"] * np.float32("nan")
+    model = LlamaCppBackend.load(write_gguf(tmp_path / "broken.gguf", keys, tensors))
+    with pytest.raises(NumericsError, match="'broken' returned NaN"):
+        model.read(None, random_tree(17, trunk=3, branches=1))
+
+
 def test_recurrent_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llamacpp.llama_cpp, "llama_model_is_hybrid", lambda model: True)
     with pytest.raises(ModelError, match="recurrent state cannot skip siblings"):
@@ -548,45 +555,20 @@ def embedded() -> Path:
     return models.locate(models.catalogue()[0].alias)
 
 
-def test_three_layers_of_the_embedded_model_equal_torch(embedded: Path, tmp_path: Path) -> None:
-    """Real widths, a real vocabulary, the weights of the converted folder; all 30 layers would only take longer."""
-    layers = 3
-    config = json.loads((embedded / "config.json").read_text(encoding="utf-8"))
-    with safe_open(embedded / "model.safetensors", "numpy") as weights:
-        inside = tuple(f"model.layers.{layer}." for layer in range(layers))
-        names = [name for name in weights.keys() if name.startswith((*inside, "model.embed", "model.norm"))]  # noqa: SIM118
-        tensors = gguf_tensors({name: weights.get_tensor(name) for name in names}, LLAMA_NAMES, tied=True)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, value in tensors.items():
-        if (kind := name.split(".")[-2]) in heads:
-            tensors[name] = interleave(value, heads[kind])
-    vocabulary = config["vocab_size"]
-    keys = {
-        "general.architecture": "llama",
-        "llama.block_count": layers,
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": heads["attn_q"],
-        "llama.attention.head_count_kv": heads["attn_k"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [f"t{i}" for i in range(vocabulary)],
-        "tokenizer.ggml.merges": ["t 1"],
-    }
-    ours = LlamaCppBackend(Model(write_gguf(tmp_path / "three.gguf", keys, tensors)), dtype="float32", threads=1)
-    assert ours.dtype == "float32"
-    theirs = TorchBackend(AutoModelForCausalLM.from_pretrained(embedded, num_hidden_layers=layers, dtype=torch.float32))
+def test_the_unpacked_embedded_model_equals_torch(embedded: Path) -> None:
+    """The whole model in float32, its weights unpacked by llama.cpp here and by pcdlab.convert there."""
+    (packed,) = embedded.glob("*.gguf")
+    ours, theirs = LlamaCppBackend.load(packed, "float32"), TorchBackend.load(embedded, "float32")
+    assert (ours.dtype, ours.model) == ("float32", packed.stem)
     rng = np.random.default_rng(0)
     builder = TreeBuilder()
-    end = builder.extend(-1, rng.integers(20, vocabulary, 10).tolist())
+    end = builder.extend(-1, rng.integers(20, 49_000, 10).tolist())
     for _ in range(6):
-        node = builder.extend(end, rng.integers(20, vocabulary, 2).tolist())
-        builder.read(node, rng.permutation(vocabulary)[:500].tolist())
-    head, tree = rng.integers(20, vocabulary, 40).tolist(), builder.build()
+        node = builder.extend(end, rng.integers(20, 49_000, 2).tolist())
+        builder.read(node, rng.permutation(49_152)[:500].tolist())
+    head, tree = rng.integers(20, 49_000, 40).tolist(), builder.build()
     got, expected = (b.read(b.prefill(head), tree).log_probs for b in (ours, theirs))
-    np.testing.assert_allclose(got, expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(got, expected, atol=5e-4, rtol=0)
 
 
 def test_the_embedded_model_fills_a_schema(embedded: Path) -> None:
@@ -597,11 +579,11 @@ def test_the_embedded_model_fills_a_schema(embedded: Path) -> None:
         }
     )
     model, codec = load(models.catalogue()[0].alias)
-    assert (model.model, model.dtype) == ("smollm2-135m", "Q4_1")
+    assert (model.model, model.dtype) == ("smollm2-135m", "Q4_1, unpacked")
     engine = Engine(model, codec)
     out = engine.extract("Good morning. The weather is fine today, and everybody speaks English here.", schema)
     assert out.values["language"] == "English"
-    assert (out.backend, out.dtype, out.stats.forward_passes) == ("llamacpp", "Q4_1", 2)
+    assert (out.backend, out.dtype, out.stats.forward_passes) == ("llamacpp", model.dtype, 2)
     again = engine.extract("Another text, this time a longer one, with the head already in the cache.", schema)
     assert again.stats.forward_passes == 1
     assert again.stats.cached_tokens > 50

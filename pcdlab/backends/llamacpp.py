@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from pcdlab import models
 from pcdlab.backends.base import Meter, Reading, check_finite
 from pcdlab.backends.llamacpp_codec import GGUFCodec
-from pcdlab.backends.llamacpp_library import Model, last_errors, llama_cpp
+from pcdlab.backends.llamacpp_library import Model, last_errors, llama_cpp, unpack
 from pcdlab.errors import BackendError, ModelError, ParameterError
 from pcdlab.gguf_files import find_gguf
 from pcdlab.tokentree import TokenTree
@@ -40,6 +40,7 @@ from pcdlab.tokentree import TokenTree
 __all__ = ["LlamaCppBackend", "LlamaPrefix", "LlamaStream", "load"]
 
 KV_TYPES = {"float16": gguf.GGMLQuantizationType.F16, "float32": gguf.GGMLQuantizationType.F32}
+UNPACKED = 1 << 30  # most bytes of float32 weights that "auto" unpacks on a CPU
 CELLS = 4096  # of the KV cache to begin with; it grows when a call needs more
 BATCH = 4096  # most tokens in one llama_decode
 LOGIT_BYTES = 256 << 20  # most bytes of logits in one llama_decode
@@ -47,7 +48,6 @@ ROWS = 64  # reads whose logits are worked on at once
 
 IntArray = NDArray[np.int64]
 _INT32 = ctypes.POINTER(ctypes.c_int32)
-_GUESSED = 1024  # flag of llama.cpp's file types: from the tensors, not from the metadata
 
 
 def load(name: str | os.PathLike[str], dtype: str = "auto") -> tuple[LlamaCppBackend, GGUFCodec]:
@@ -58,7 +58,7 @@ def load(name: str | os.PathLike[str], dtype: str = "auto") -> tuple[LlamaCppBac
     name
         As for :func:`pcdlab.gguf_files.find_gguf`.
     dtype : {"auto", "float16", "float32"}
-        Number format of the KV state; the weights keep that of the file. "auto" is float16.
+        As for :meth:`LlamaCppBackend.load`.
 
     Returns
     -------
@@ -122,7 +122,7 @@ class LlamaCppBackend:
     name : str
         The model's name, for results and messages.
     dtype : {"auto", "float16", "float32"}
-        Number format of the KV state. float32 also keeps llama.cpp from its flash attention kernels on a GPU.
+        Number format of the KV state.
     threads : int or None
         None: one for each physical core this process may use.
     cells : int
@@ -153,9 +153,9 @@ class LlamaCppBackend:
         self.max_tokens = int(llama_cpp.llama_model_n_ctx_train(model.pointer))
         self.meter = Meter()
         self._model = model
-        self.dtype = _number_format(model, self._kv.name)
+        self.dtype = _number_format(model, self._kv)
         self._threads = threads or _cores()
-        self.fingerprint: str | None = _fingerprint(model, self._kv.name)
+        self.fingerprint: str | None = _fingerprint(model, self.dtype)
         self._lock = threading.RLock()  # ctypes lets other threads run while llama.cpp works
         self._sequences = int(llama_cpp.llama_max_parallel_sequences())
         self.window = int(llama_cpp.llama_model_n_swa(model.pointer)) or None
@@ -173,7 +173,10 @@ class LlamaCppBackend:
         path : Path
             The file; of a split model the first.
         dtype : {"auto", "float16", "float32"}
-            Number format of the KV state.
+            "float16": weights as in the file, KV state in float16, as llama.cpp does. "float32": weights (unpacked once more
+            into a temporary file), state and arithmetic in float32; packed weights make llama.cpp round activations to 8 bits,
+            so that the last digit of one number may change the second of another. "auto": as "float16", but on a CPU the weights
+            of small models are unpacked too: for some formats batches then run twice as fast.
         name : str, optional
             The model's name; by default the file's.
 
@@ -185,7 +188,16 @@ class LlamaCppBackend:
             If `dtype` is none of the above.
         """
         _kv_type(dtype)  # before minutes of loading
-        return cls(Model(Path(path)), name or Path(path).stem, dtype)
+        path = Path(path)
+        model = Model(path)
+        if model.weights != "F32":
+            small = 4 * int(llama_cpp.llama_model_n_params(model.pointer)) <= UNPACKED
+            if dtype == "float32":
+                model = unpack(model, _cores())
+            elif dtype == "auto" and small and not llama_cpp.llama_supports_gpu_offload():
+                with suppress(ModelError):  # no room for it
+                    model = unpack(model, _cores())
+        return cls(model, name or path.stem, dtype)
 
     # --- the contract -------------------------------------------------------------------------------------------
 
@@ -263,8 +275,8 @@ class LlamaCppBackend:
         params.swa_full = True
         params.n_threads = params.n_threads_batch = self._threads
         params.type_k = params.type_v = int(self._kv)
-        # On a CPU flash attention is no faster, and what it gives for a token depends on how many others are in the batch.
-        if self._kv == KV_TYPES["float32"] or not llama_cpp.llama_supports_gpu_offload():
+        # Flash attention, which llama.cpp takes where it can, computes in float16 whatever the state is in.
+        if self._kv == KV_TYPES["float32"]:
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         last_errors()
         context = llama_cpp.llama_init_from_model(self._model.pointer, params)
@@ -678,7 +690,8 @@ class _Walk:
         for first in range(0, len(readers), ROWS):
             rows = logits[first : first + ROWS]
             top = rows.max(axis=1, keepdims=True)
-            total = np.exp(rows - top).sum(axis=1, dtype=np.float64)
+            with np.errstate(invalid="ignore"):  # infinities are reported as what they are
+                total = np.exp(rows - top).sum(axis=1, dtype=np.float64)
             constants = top[:, 0].astype(np.float64) + np.log(total)
             for node, row, constant in zip(readers[first : first + ROWS], rows, constants, strict=True):
                 for read in self._reads_at[node]:
@@ -688,12 +701,11 @@ class _Walk:
 
     def _take(self, base: int | None, count: int) -> list[int]:
         """Sequences that see what `base` sees."""
-        backend = self._backend
-        fresh = [backend._claim() for _ in range(count)]
-        self._claimed += fresh
-        for sequence in fresh if base is not None else []:
-            llama_cpp.llama_memory_seq_cp(backend._memory, base, sequence, -1, -1)
-        return fresh
+        for _ in range(count):
+            self._claimed.append(self._backend._claim())
+            if base is not None:
+                llama_cpp.llama_memory_seq_cp(self._backend._memory, base, self._claimed[-1], -1, -1)
+        return self._claimed[len(self._claimed) - count :]
 
     def _give_back(self, count: int) -> None:
         """Free the sequences claimed last, and the cells that only they had."""
@@ -729,22 +741,17 @@ def _kv_type(dtype: str) -> gguf.GGMLQuantizationType:
     return KV_TYPES["float16" if dtype == "auto" else dtype]
 
 
-def _number_format(model: Model, kv: str) -> str:
-    """Number format of most of the weights, such as "Q4_1", and of the KV state where it is not the usual one."""
-    kind = llama_cpp.llama_model_ftype(model.pointer) & ~_GUESSED
-    try:
-        weights = gguf.LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    except ValueError:  # one that this version of the gguf package does not know
-        weights = f"file type {kind}"
-    if kv == "F32":
-        return "float32" if weights == "F32" else f"{weights}, float32 KV state"
-    return weights
+def _number_format(model: Model, kv: gguf.GGMLQuantizationType) -> str:
+    """Name of the number formats for results: what is usual with a format is left out."""
+    if kv == KV_TYPES["float32"]:
+        return "float32" if model.weights == "F32" else f"{model.weights}, float32 KV state"
+    return f"{model.unpacked_from}, unpacked" if model.unpacked_from else model.weights
 
 
-def _fingerprint(model: Model, kv: str) -> str:
+def _fingerprint(model: Model, dtype: str) -> str:
     """Identity of weights, number format and code, for prefixes kept on disk."""
     stat = model.path.stat()
-    text = f"{model.path.name} {stat.st_size} {stat.st_mtime_ns} {kv} {llama_cpp.__version__}"
+    text = f"{model.path.name} {stat.st_size} {stat.st_mtime_ns} {dtype} {llama_cpp.__version__}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
+
+import gguf
 
 from pcdlab.errors import BackendError, ModelError
 
@@ -28,9 +31,10 @@ except (OSError, RuntimeError) as error:  # installed, but its shared library do
         f"  {INSTALL} --force-reinstall --no-cache-dir"
     ) from error
 
-__all__ = ["Model", "last_errors", "llama_cpp"]
+__all__ = ["Model", "last_errors", "llama_cpp", "unpack"]
 
 _LOG_ERROR, _LOG_CONTINUES = 4, 5  # ggml_log_level
+_GUESSED = 1024  # flag of llama.cpp's file types: from the tensors, not from the metadata
 _errors: deque[str] = deque(maxlen=20)
 _in_error = False
 
@@ -70,8 +74,14 @@ class Model:
 
     Attributes
     ----------
+    path : Path
+        The file.
     pointer, vocab : int
         Handles for llama.cpp's functions.
+    weights : str
+        Number format of most of the weights, such as "Q4_1".
+    unpacked_from : str
+        What it was in the file, where these weights are a float32 copy; else empty.
 
     Raises
     ------
@@ -90,3 +100,36 @@ class Model:
         weakref.finalize(self, llama_cpp.llama_model_free, pointer)
         self.pointer: Any = pointer
         self.vocab: Any = llama_cpp.llama_model_get_vocab(pointer)
+        self.unpacked_from = ""
+
+    @property
+    def weights(self) -> str:  # noqa: D102 - above
+        kind = llama_cpp.llama_model_ftype(self.pointer) & ~_GUESSED
+        try:
+            return gguf.LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        except ValueError:  # one that this version of the gguf package does not know
+            return f"file type {kind}"
+
+
+def unpack(packed: Model, threads: int) -> Model:
+    """Open a model again with its weights in float32, by way of a temporary file.
+
+    Raises
+    ------
+    ModelError
+        With llama.cpp's reason, if there is no room for the file (four bytes per weight).
+    """
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
+    params.allow_requantize = True
+    params.nthread = threads
+    last_errors()
+    # Where an open file cannot be removed, the operating system's clean-up does it.
+    with tempfile.TemporaryDirectory(prefix="pcdlab-", ignore_cleanup_errors=True) as folder:
+        copy = Path(folder) / "float32.gguf"
+        if llama_cpp.llama_model_quantize(os.fsencode(packed.path), os.fsencode(copy), ctypes.byref(params)):
+            reason = last_errors() or "it gives no reason"
+            raise ModelError(f"{packed.path}: llama.cpp cannot unpack this file to float32 in {copy.parent}: {reason}")
+        model = Model(copy)
+    model.path, model.unpacked_from = packed.path, packed.weights
+    return model
