@@ -15,7 +15,7 @@ import pandas as pd
 import pydantic
 import pytest
 import torch
-from conftest import (
+from brute_force import (
     Expected,
     as_json,
     assert_decision,
