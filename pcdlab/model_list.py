@@ -29,8 +29,8 @@ class ModelSpec:
     mlx
         Hugging Face id of the checkpoint for MLX; empty: MLX reads the torch checkpoint.
     gguf
-        Hugging Face id and number format of the GGUF file, `org/name:Q8_0`; empty where none is known. Models that come as a
-        package bring their GGUF file with them.
+        Hugging Face id and number format of the GGUF file, `org/name:Q8_0`; empty where none is known that this backend runs.
+        Models that come as a package bring their GGUF file with them.
     verified
         Backends under which `pcdlab check` was run on this very model, and passed. All others are only listed: the ids were
         written down, and nobody ran them here.
@@ -206,8 +206,7 @@ MODELS = (
         "Apache-2.0",
         870_000_000,
         "mlx-community/Qwen3.5-0.8B-OptiQ-4bit",
-        "unsloth/Qwen3.5-0.8B-GGUF:Q8_0",
-        note="linear attention in most layers: runs in rows; thinking is switched off in the prompt",
+        note="linear attention in most layers: runs in rows, not under llamacpp; thinking is switched off in the prompt",
         template_options={"enable_thinking": False},
     ),
     ModelSpec(
@@ -216,8 +215,7 @@ MODELS = (
         "Apache-2.0",
         4_660_000_000,
         "mlx-community/Qwen3.5-4B-OptiQ-4bit",
-        "unsloth/Qwen3.5-4B-GGUF:Q4_K_M",
-        note="linear attention in most layers: runs in rows; thinking is switched off in the prompt",
+        note="linear attention in most layers: runs in rows, not under llamacpp; thinking is switched off in the prompt",
         template_options={"enable_thinking": False},
     ),
     ModelSpec(
@@ -330,8 +328,7 @@ MODELS = (
         "LiquidAI/LFM2.5-350M",
         _LFM,
         354_000_000,
-        gguf="LiquidAI/LFM2.5-350M-GGUF:Q8_0",
-        note="convolutions in most layers: runs in rows",
+        note="convolutions in most layers: runs in rows, not under llamacpp",
     ),
     ModelSpec(
         "lfm2.5-1.2b",
@@ -339,8 +336,7 @@ MODELS = (
         _LFM,
         1_170_000_000,
         "mlx-community/LFM2.5-1.2B-Instruct-4bit",
-        "LiquidAI/LFM2.5-1.2B-Instruct-GGUF:Q8_0",
-        note="convolutions in most layers: runs in rows",
+        note="convolutions in most layers: runs in rows, not under llamacpp",
     ),
     ModelSpec(
         "granite4-350m",
@@ -354,8 +350,7 @@ MODELS = (
         "ibm-granite/granite-4.0-h-1b",
         "Apache-2.0",
         1_460_000_000,
-        gguf="ibm-granite/granite-4.0-h-1b-GGUF:Q8_0",
-        note="state-space layers: runs in rows",
+        note="state-space layers: runs in rows, not under llamacpp",
     ),
     ModelSpec(
         "gpt-oss-20b",

@@ -182,7 +182,7 @@ def gguf_files(spec: ModelSpec) -> list[Path]:
         return [locate(spec.alias) / PACKAGES[spec.alias].gguf]
     if not spec.gguf:
         raise ModelError(
-            f"{spec.alias!r} comes from {spec.source} in a format llama.cpp does not read, and no GGUF file of it is known; put "
+            f"no GGUF file of {spec.alias!r} is known that the llamacpp backend runs{f' ({spec.note})' if spec.note else ''}; put "
             "one into models/ and give its name, or use another backend"
         )
     repository, _, kind = spec.gguf.partition(":")
