@@ -181,9 +181,10 @@ def gguf_files(spec: ModelSpec) -> list[Path]:
     if spec.alias in PACKAGES:
         return [locate(spec.alias) / PACKAGES[spec.alias].gguf]
     if not spec.gguf:
+        note = f" ({spec.note})" if spec.note else ""
         raise ModelError(
-            f"no GGUF file of {spec.alias!r} is known that the llamacpp backend runs{f' ({spec.note})' if spec.note else ''}; put "
-            "one into models/ and give its name, or use another backend"
+            f"no GGUF file of {spec.alias!r} is known that the llamacpp backend runs{note}; put one into models/ and give its "
+            "name, or use another backend"
         )
     repository, _, kind = spec.gguf.partition(":")
     if not (files := _cached_ggufs(spec.gguf)):
