@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pcdlab.backends.base import Backend
     from pcdlab.tokenizer import Codec
 
-__all__ = ["BACKENDS", "ModelSpec", "cache_dir", "catalogue", "find", "load", "locate", "status"]
+__all__ = ["BACKENDS", "ModelSpec", "cache_dir", "catalogue", "find", "load", "load_each", "locate", "status"]
 
 BACKENDS = ("torch", "mlx", "llamacpp")
 
@@ -260,8 +261,7 @@ def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "aut
     BackendError
         If there is no such backend, or its framework is not installed.
     """
-    if backend not in BACKENDS:
-        raise BackendError(f"backend {backend!r} does not exist; choose one of {', '.join(BACKENDS)}")
+    _check_backend_name(backend)
     if backend == "llamacpp":
         from pcdlab.backends import llamacpp
 
@@ -279,6 +279,45 @@ def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "aut
     from pcdlab.tokenizer import HFCodec
 
     return loaded, HFCodec.load(folder, spec.template_options if spec else {})
+
+
+def load_each(
+    name: str | os.PathLike[str], backends: Iterable[str] = BACKENDS, dtype: str = "auto"
+) -> tuple[dict[str, tuple[Backend, Codec]], dict[str, str]]:
+    """Load a model under every framework that can run it here.
+
+    Parameters
+    ----------
+    name, dtype
+        As for `load`.
+    backends : iterable of str
+        Frameworks to try.
+
+    Returns
+    -------
+    loaded : dict
+        Backend name → what `load` returns.
+    missing : dict of str to str
+        Backend name → why it cannot, in words: a framework that is not installed comes with the line that installs it.
+
+    Raises
+    ------
+    BackendError
+        If a name is that of no backend.
+    """
+    loaded, missing = {}, {}
+    for backend in backends:
+        _check_backend_name(backend)
+        try:
+            loaded[backend] = load(name, backend, dtype)
+        except (BackendError, ModelError) as error:
+            missing[backend] = str(error)
+    return loaded, missing
+
+
+def _check_backend_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} does not exist; choose one of {', '.join(BACKENDS)}")
 
 
 def _gap(folder: Path) -> str | None:
