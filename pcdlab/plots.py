@@ -585,6 +585,7 @@ SERIES: tuple[dict[str, Any], ...] = (
     {"marker": "s", "facecolor": PAPER, "edgecolor": INK},
     {"marker": "D", "facecolor": SKY, "edgecolor": INK},
 )
+LEAST = 1e-7  # total variation drawn: below it there is nothing but float32
 CHANGED: dict[str, Any] = {"marker": "^", "facecolor": ORANGE, "edgecolor": INK, "s": 40, "linewidth": 0.8, "zorder": 3}
 
 
@@ -638,7 +639,7 @@ def differences(panels: Mapping[str, Mapping[str, Sequence[Check]]]) -> Figure:
     sizes = [v for v in seen if np.isfinite(v) and v > 0] or [1.0]
     low, high = 10 ** np.floor(np.log10(min(sizes))), 10 ** np.ceil(np.log10(max(sizes)) + 0.2)
     zero, none = low / 20, high * 5
-    height, foot = 0.27 * len(names) + 1.25, 0.35
+    height, foot = 0.33 * len(names) + 1.25, 0.35
     figure, columns = plt.subplots(
         1, len(panels), figsize=(2.1 + 3.3 * len(panels), height), sharey=True, squeeze=False
     )
@@ -649,7 +650,7 @@ def differences(panels: Mapping[str, Mapping[str, Sequence[Check]]]) -> Figure:
             for limit in {check.tolerance for _, check in checks}:
                 axes.plot([limit or zero] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=2, zorder=1)
             for backend, check in checks:
-                place = y + 0.24 * (backends.index(backend) - (len(backends) - 1) / 2)
+                place = y + 0.3 * (backends.index(backend) - (len(backends) - 1) / 2)
                 at = none if not np.isfinite(check.largest) else check.largest or zero
                 axes.scatter([at], [place], s=22, linewidth=0.8, zorder=3, **SERIES[backends.index(backend)])
         axes.set_xscale("log")
@@ -700,7 +701,7 @@ def fault_matrix(found: Mapping[str, Sequence[Check]], expected: Mapping[str, st
     wide, tall = len(names) * cell, len(rows) * cell
     legend = {"due": "fails, as it must", "missed": "must fail, does not", "fails": "fails too", "passes": "passes",
               "not run": "not run"}  # fmt: skip
-    spans = [2.4 + 0.26 * len(text) for text in legend.values()]  # cells
+    spans = [2.0 + 0.25 * len(text) for text in legend.values()]  # cells
     width, height = max(left + wide + 0.75, (sum(spans) + 0.4) * cell), top + tall + foot
     figure, axes = _canvas(width, height)
     axes.set_xlim(-left / cell, (width - left) / cell)
@@ -735,12 +736,13 @@ def fault_matrix(found: Mapping[str, Sequence[Check]], expected: Mapping[str, st
 
 @_styled
 def shifts(panels: Mapping[str, tuple[Sequence[float], Sequence[bool]]], columns: int = 3) -> Figure:
-    """Draw how far decisions moved, smallest first, one panel per comparison.
+    """Draw how far decisions moved, smallest first, one panel per comparison, on a logarithmic scale.
 
     Parameters
     ----------
     panels : mapping of str to (sequence of float, sequence of bool)
-        Title → total variation distance of each decision in [0, 1], and whether its value changed.
+        Title → total variation distance of each decision in [0, 1], and whether its value changed. What is below 1e-7 is
+        drawn there.
     columns : int
         Panels side by side.
 
@@ -753,17 +755,20 @@ def shifts(panels: Mapping[str, tuple[Sequence[float], Sequence[bool]]], columns
     size = (max(2.75 * width + 0.4, 4.4), 1.9 * lines + 0.45)
     figure, grid = plt.subplots(lines, width, figsize=size, sharey=True, squeeze=False)
     plt.close(figure)
-    top = max(max(moved, default=0.0) for moved, _ in panels.values()) or 1.0
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for place, (axes, (title, (moved, changed))) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         order = np.argsort(moved, kind="stable")
-        values, flipped = np.array(moved)[order], np.array(changed, dtype=bool)[order]
+        values, flipped = np.maximum(np.array(moved)[order], LEAST), np.array(changed, dtype=bool)[order]
         ranks = np.arange(1, len(values) + 1)
-        axes.vlines(ranks, 0, values, color=PALE, linewidth=1.2, zorder=1)
         axes.scatter(ranks[~flipped], values[~flipped], s=9, color=BLUE, zorder=2)
         axes.scatter(ranks[flipped], values[flipped], **CHANGED)
-        axes.set_ylim(0, 1.12 * top)
+        axes.set_yscale("log")
+        axes.set_ylim(LEAST / 2, 1)
+        axes.set_yticks([1e-6, 1e-4, 1e-2, 1], ["1e-6", "1e-4", "1e-2", "1"])
+        axes.minorticks_off()
+        axes.grid(axis="y", color=PALE, linewidth=0.6)
+        axes.set_axisbelow(True)
         axes.set_title(f"{title}\n{flipped.sum()} of {len(values)} changed", size=8.5, loc="left")
         axes.set_xticks([])
         if place % columns == 0:
@@ -799,16 +804,15 @@ def margins(half: Sequence[float], moved: Sequence[float], changed: Sequence[boo
     figure, axes = plt.subplots(figsize=(7.2, 3.6))
     plt.close(figure)
     top = 1.12 * max(float(y.max(initial=0.0)), 0.01)
-    axes.fill_between([0, 0.5], [0, 0.5], [top, max(top, 0.5)], color=PALE, alpha=0.55, zorder=0, linewidth=0)
+    area: dict[str, Any] = {"color": PALE, "alpha": 0.55, "label": "moved by half the lead or more: could change"}
+    axes.fill_between([0, 0.5], [0, 0.5], [top, max(top, 0.5)], zorder=0, linewidth=0, **area)
     axes.plot([0, 0.5], [0, 0.5], color=SOFT, linewidth=1)
     axes.scatter(x[~flipped], y[~flipped], s=11, color=BLUE, label="value kept", zorder=2)
     axes.scatter(x[flipped], y[flipped], label="value changed", **CHANGED)
     axes.set_xlim(0, 0.5)
     axes.set_ylim(0, top)
-    axes.set_xlabel("half the lead of the best label (share)")
+    axes.set_xlabel(f"half the lead of the best label (share; n = {len(x):,} decisions)")
     axes.set_ylabel("total variation")
-    axes.legend(
-        loc="upper right", title=f"n = {len(x):,}; grey: could change", frameon=True, framealpha=1, edgecolor=PALE
-    )
-    figure.tight_layout()
+    figure.legend(loc="lower left", ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     return figure

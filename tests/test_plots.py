@@ -245,15 +245,17 @@ def test_shifts(count: int) -> None:
     assert (f"variant ${count - 1}$\n1 of 3 changed" in texts) == (count > 1)
     drawn = [axes for axes in figure.axes if axes.get_visible()]
     assert len(drawn) == count
-    kept, flipped = drawn[-1].collections[1:3]
+    kept, flipped = drawn[-1].collections
     assert len(kept.get_offsets()) == 3 - (count > 1)
     assert len(flipped.get_offsets()) == (count > 1)
+    assert kept.get_offsets()[0, 1] == plots.LEAST  # a zero has its place on the logarithmic scale too
     shown(plots.shifts({"nothing moved": ([0.0, 0.0], [False, False])}))
 
 
 def test_margins() -> None:
     texts = shown(plots.margins([0.1, 0.4, 0.01], [0.02, 0.03, 0.05], [False, False, True]))
-    assert "n = 3; grey: could change" in texts
+    assert "half the lead of the best label (share; n = 3 decisions)" in texts
+    assert {"value kept", "value changed", "moved by half the lead or more: could change"} <= set(texts)
     shown(plots.margins([0.1], [0.0], [False]))
 
 
