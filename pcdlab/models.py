@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ __all__ = [
     "find",
     "gguf_files",
     "load",
+    "load_each",
     "locate",
     "status",
 ]
@@ -213,11 +214,6 @@ def fetch(name: str, backend: str = "torch") -> Path:
     return locate(name, backend)
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise BackendError(f"backend {backend!r} does not exist; choose one of {', '.join(BACKENDS)}")
-
-
 def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "auto") -> tuple[Backend, Codec]:
     """Load a model under a framework, with its tokenizer.
 
@@ -259,6 +255,45 @@ def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "aut
     from pcdlab.tokenizer import HFCodec
 
     return loaded, HFCodec.load(folder, spec.template_options if spec else {})
+
+
+def load_each(
+    name: str | os.PathLike[str], backends: Iterable[str] = BACKENDS, dtype: str = "auto"
+) -> tuple[dict[str, tuple[Backend, Codec]], dict[str, str]]:
+    """Load a model under every framework that can run it here.
+
+    Parameters
+    ----------
+    name, dtype
+        As for `load`.
+    backends : iterable of str
+        Frameworks to try.
+
+    Returns
+    -------
+    loaded : dict
+        Backend name → what `load` returns.
+    missing : dict of str to str
+        Backend name → why it cannot, in words: a framework that is not installed comes with the line that installs it.
+
+    Raises
+    ------
+    BackendError
+        If a name is that of no backend.
+    """
+    loaded, missing = {}, {}
+    for backend in backends:
+        _check_backend(backend)
+        try:
+            loaded[backend] = load(name, backend, dtype)
+        except (BackendError, ModelError) as error:
+            missing[backend] = str(error)
+    return loaded, missing
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} does not exist; choose one of {', '.join(BACKENDS)}")
 
 
 def _gap(folder: Path) -> str | None:

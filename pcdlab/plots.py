@@ -1,4 +1,4 @@
-"""Every figure the notebooks draw: numbers and compiled schemas in, a matplotlib figure or a piece of HTML out.
+"""Every figure the notebooks draw: numbers and compiled schemas in, a matplotlib figure, a table or a piece of HTML out.
 
 Knows how things look: legible in print, in grey and to colour-blind readers, on light and dark pages. Refuses to know a
 framework, a model or where the numbers come from.
@@ -18,13 +18,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from pcdlab.backends.conformance import Check
     from pcdlab.decide import FieldPlan, Plan
     from pcdlab.result import FieldDecision
 
-__all__ = ["candidate_masses", "costs", "label_shares", "label_trie", "token_strip", "token_tree", "visible"]
+__all__ = [
+    "candidate_masses",
+    "check_table",
+    "costs",
+    "differences",
+    "fault_matrix",
+    "label_shares",
+    "label_trie",
+    "margins",
+    "shifts",
+    "token_strip",
+    "token_tree",
+    "visible",
+]
 
 # Okabe and Ito's colours, told apart with any colour vision; blue and orange also differ in grey.
 BLUE, ORANGE, SKY = "#0072B2", "#E69F00", "#56B4E9"
@@ -559,4 +574,245 @@ def candidate_masses(documents: Mapping[str, Mapping[str, float]]) -> Figure:
     axes.set_axisbelow(True)
     figure.legend(loc="upper left", frameon=False, borderaxespad=0.2, handletextpad=0.4, labelspacing=0.3)
     figure.tight_layout(rect=(0, 0, 1, 1 - legend / height))
+    return figure
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+SERIES: tuple[dict[str, Any], ...] = (
+    {"marker": "o", "facecolor": BLUE, "edgecolor": BLUE},
+    {"marker": "^", "facecolor": ORANGE, "edgecolor": INK},
+    {"marker": "s", "facecolor": PAPER, "edgecolor": INK},
+    {"marker": "D", "facecolor": SKY, "edgecolor": INK},
+)
+LEAST = 1e-7  # total variation drawn: below it there is nothing but float32
+CHANGED: dict[str, Any] = {"marker": "^", "facecolor": ORANGE, "edgecolor": INK, "s": 40, "linewidth": 0.8, "zorder": 3}
+
+
+def check_table(runs: Mapping[str, Sequence[Check]]) -> pd.DataFrame:
+    """Write conformance checks as a table.
+
+    Parameters
+    ----------
+    runs : mapping of str to sequence of Check
+        Backend → its checks; the same checks, with the same tolerances, for each.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Check × (tolerance, backends), all as text: the largest difference, ``FAILS`` behind one that is too large.
+    """
+    import pandas as pd
+
+    def outcome(check: Check) -> str:
+        return "not run" if check.passed is None else f"{_size(check.largest)}{'' if check.passed else ' FAILS'}"
+
+    first = next(iter(runs.values()))
+    columns = {name: [outcome(check) for check in run] for name, run in runs.items()}
+    limits = {"tolerance": [_size(check.tolerance) for check in first]}
+    return pd.DataFrame(limits | columns, index=[check.name for check in first])
+
+
+def _size(value: float) -> str:
+    return f"{value:.1e}" if value and np.isfinite(value) else "0" if not value else "no number"
+
+
+@_styled
+def differences(panels: Mapping[str, Mapping[str, Sequence[Check]]]) -> Figure:
+    """Draw how far each conformance check was from its limit, on a logarithmic scale.
+
+    Parameters
+    ----------
+    panels : mapping of str to mapping of str to sequence of Check
+        Title → backend → its checks; at most four backends. All panels hold the same checks. Checks that were not run are
+        left out; a difference that is no number stands at the right edge, marked "no number".
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Exact zeros have a place of their own at the left edge.
+    """
+    runs = [checks for panel in panels.values() for checks in panel.values()]
+    names = [check.name for check in runs[0]]
+    backends = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    seen = [v for checks in runs for c in checks for v in (c.largest, c.tolerance) if c.passed is not None]
+    sizes = [v for v in seen if np.isfinite(v) and v > 0] or [1.0]
+    low, high = 10 ** np.floor(np.log10(min(sizes))), 10 ** np.ceil(np.log10(max(sizes)) + 0.2)
+    zero, none = low / 20, high * 5
+    height, foot = 0.33 * len(names) + 1.25, 0.35
+    figure, columns = plt.subplots(
+        1, len(panels), figsize=(2.1 + 3.3 * len(panels), height), sharey=True, squeeze=False
+    )
+    plt.close(figure)
+    for axes, (title, panel) in zip(columns[0], panels.items(), strict=True):
+        for y, name in enumerate(names):
+            checks = [(b, c) for b, run in panel.items() for c in run if c.name == name and c.passed is not None]
+            for limit in {check.tolerance for _, check in checks}:
+                axes.plot([limit or zero] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=2, zorder=1)
+            for backend, check in checks:
+                place = y + 0.3 * (backends.index(backend) - (len(backends) - 1) / 2)
+                at = none if not np.isfinite(check.largest) else check.largest or zero
+                axes.scatter([at], [place], s=22, linewidth=0.8, zorder=3, **SERIES[backends.index(backend)])
+        axes.set_xscale("log")
+        axes.set_xlim(zero / 3, none * 3 if not np.isfinite(seen).all() else high)
+        marks = [10.0**e for e in range(int(np.log10(low)), int(np.log10(high)) + 1, 2)]
+        labels = ["0", *(f"1e{round(np.log10(mark))}" for mark in marks)]
+        extra = [] if np.isfinite(seen).all() else [none]
+        axes.set_xticks([zero, *marks, *extra], [*labels, *("no number" for _ in extra)])
+        axes.minorticks_off()
+        axes.axvline(low / 4, color=PALE, linewidth=0.8)
+        axes.set_title(_cut(title, 40), size=9, loc="left")
+        axes.set_xlabel("largest difference of log-probabilities")
+        axes.grid(axis="y", color=PALE, linewidth=0.5)
+        axes.set_axisbelow(True)
+        axes.tick_params(axis="y", length=0)
+    _name_rows(columns[0][0], names)
+    handles: list[Any] = [
+        plt.Line2D([], [], linestyle="", marker=s["marker"], color=s["facecolor"], markeredgecolor=s["edgecolor"])
+        for s in SERIES[: len(backends)]
+    ]
+    handles.append(plt.Line2D([], [], linestyle="", marker="|", color=INK, markersize=10, markeredgewidth=2))
+    figure.legend(handles, [*backends, "largest that passes"], loc="lower left", ncols=len(handles), frameon=False)
+    figure.tight_layout(rect=(0, foot / height, 1, 1), w_pad=1.5)
+    return figure
+
+
+@_styled
+def fault_matrix(found: Mapping[str, Sequence[Check]], expected: Mapping[str, str]) -> Figure:
+    """Draw which check failed on which backend.
+
+    Parameters
+    ----------
+    found : mapping of str to sequence of Check
+        Row → its checks; the same checks in every row.
+    expected : mapping of str to str
+        Row → the check that has to fail there. Rows without one should fail none.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    from matplotlib.patches import Rectangle
+
+    rows = list(found)
+    names = [check.name for check in found[rows[0]]]
+    cell, left, foot = 0.27, 0.075 * max(map(len, rows)) + 0.15, 0.45
+    top = 0.055 * max(map(len, names)) + 0.15  # slanted names
+    wide, tall = len(names) * cell, len(rows) * cell
+    legend = {"due": "fails, as it must", "missed": "must fail, does not", "fails": "fails too", "passes": "passes",
+              "not run": "not run"}  # fmt: skip
+    spans = [2.0 + 0.25 * len(text) for text in legend.values()]  # cells
+    width, height = max(left + wide + 0.75, (sum(spans) + 0.4) * cell), top + tall + foot
+    figure, axes = _canvas(width, height)
+    axes.set_xlim(-left / cell, (width - left) / cell)
+    axes.set_ylim(len(rows) + foot / cell, -top / cell)
+
+    def draw(x: float, y: float, look: str) -> None:
+        shade = {"fails": BLUE, "due": BLUE, "missed": PAPER, "passes": PAPER, "not run": PALE}[look]
+        due = look in ("due", "missed")
+        axes.add_patch(Rectangle((x + 0.06, y + 0.06), 0.88, 0.88, facecolor=shade, edgecolor=PALE, linewidth=0.6))
+        if due:
+            frame: dict[str, Any] = {"fill": False, "edgecolor": ORANGE, "linewidth": 2.4}
+            axes.add_patch(Rectangle((x + 0.06, y + 0.06), 0.88, 0.88, zorder=4, **frame))
+        sign = {"fails": "×", "due": "×", "missed": "?", "passes": "", "not run": "–"}[look]
+        ink = INK if look in ("missed", "not run") else PAPER
+        axes.text(x + 0.5, y + 0.48, sign, ha="center", va="center", size=10, color=ink, weight="bold")
+
+    for x, name in enumerate(names):
+        axes.text(x + 0.3, -0.25, name, rotation=45, ha="left", va="bottom", size=POINTS, rotation_mode="anchor")
+    for y, row in enumerate(rows):
+        axes.text(-0.3, y + 0.5, row, ha="right", va="center", size=POINTS)
+        for x, check in enumerate(found[row]):
+            due = expected.get(row) == check.name
+            look = {None: "not run", True: "passes", False: "fails"}[check.passed]
+            draw(x, y, ("due" if check.passed is False else "missed") if due else look)
+    at = 0.4 - left / cell
+    for (look, text), span in zip(legend.items(), spans, strict=True):
+        draw(at, len(rows) + 0.4, look)
+        axes.text(at + 1.3, len(rows) + 0.9, text, va="center", size=POINTS)
+        at += span
+    return figure
+
+
+@_styled
+def shifts(panels: Mapping[str, tuple[Sequence[float], Sequence[bool]]], columns: int = 3) -> Figure:
+    """Draw how far decisions moved, smallest first, one panel per comparison, on a logarithmic scale.
+
+    Parameters
+    ----------
+    panels : mapping of str to (sequence of float, sequence of bool)
+        Title → total variation distance of each decision in [0, 1], and whether its value changed. What is below 1e-7 is
+        drawn there.
+    columns : int
+        Panels side by side.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    lines = -(-len(panels) // columns)
+    width = min(columns, len(panels))
+    size = (max(2.75 * width + 0.4, 4.4), 1.9 * lines + 0.45)
+    figure, grid = plt.subplots(lines, width, figsize=size, sharey=True, squeeze=False)
+    plt.close(figure)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for place, (axes, (title, (moved, changed))) in enumerate(zip(grid.flat, panels.items(), strict=False)):
+        order = np.argsort(moved, kind="stable")
+        values, flipped = np.maximum(np.array(moved)[order], LEAST), np.array(changed, dtype=bool)[order]
+        ranks = np.arange(1, len(values) + 1)
+        axes.scatter(ranks[~flipped], values[~flipped], s=9, color=BLUE, zorder=2)
+        axes.scatter(ranks[flipped], values[flipped], **CHANGED)
+        axes.set_yscale("log")
+        axes.set_ylim(LEAST / 2, 1)
+        axes.set_yticks([1e-6, 1e-4, 1e-2, 1], ["1e-6", "1e-4", "1e-2", "1"])
+        axes.minorticks_off()
+        axes.grid(axis="y", color=PALE, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_title(f"{title}\n{flipped.sum()} of {len(values)} changed", size=8.5, loc="left")
+        axes.set_xticks([])
+        if place % columns == 0:
+            axes.set_ylabel("total variation")
+    handles = [
+        plt.Line2D([], [], linestyle="", marker="o", color=BLUE, markersize=4),
+        plt.Line2D([], [], linestyle="", marker="^", color=ORANGE, markeredgecolor=INK),
+    ]
+    labels = ["decision, value kept", "value changed"]
+    figure.legend(handles, labels, loc="lower left", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.3 / size[1], 1, 1), h_pad=1.2)
+    return figure
+
+
+@_styled
+def margins(half: Sequence[float], moved: Sequence[float], changed: Sequence[bool]) -> Figure:
+    """Draw how far decisions moved against how far they had to move for another value to win.
+
+    Parameters
+    ----------
+    half : sequence of float
+        Half the lead of the best label over the second, in [0, 0.5]: the least total variation that can change the value.
+    moved : sequence of float
+        Total variation distance, in [0, 1].
+    changed : sequence of bool
+        Whether the value changed.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    x, y, flipped = np.array(half), np.array(moved), np.array(changed, dtype=bool)
+    figure, axes = plt.subplots(figsize=(7.2, 3.6))
+    plt.close(figure)
+    top = 1.12 * max(float(y.max(initial=0.0)), 0.01)
+    area: dict[str, Any] = {"color": PALE, "alpha": 0.55, "label": "moved by half the lead or more: could change"}
+    axes.fill_between([0, 0.5], [0, 0.5], [top, max(top, 0.5)], zorder=0, linewidth=0, **area)
+    axes.plot([0, 0.5], [0, 0.5], color=SOFT, linewidth=1)
+    axes.scatter(x[~flipped], y[~flipped], s=11, color=BLUE, label="value kept", zorder=2)
+    axes.scatter(x[flipped], y[flipped], label="value changed", **CHANGED)
+    axes.set_xlim(0, 0.5)
+    axes.set_ylim(0, top)
+    axes.set_xlabel(f"half the lead of the best label (share; n = {len(x):,} decisions)")
+    axes.set_ylabel("total variation")
+    figure.legend(loc="lower left", ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     return figure

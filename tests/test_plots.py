@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import matplotlib as mpl
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from tokenizers_zoo import codec
 
 from pcdlab import plots
+from pcdlab.backends.conformance import Check
 from pcdlab.compile import CompiledSchema, compile_schema
 from pcdlab.decide import FieldPlan, Wish, decide, plan
 from pcdlab.result import FieldDecision
@@ -62,14 +65,23 @@ def decided(names: Sequence[str]) -> list[FieldDecision]:
     return decisions
 
 
+def outside(axis: Axis) -> list[Text]:
+    """Labels of ticks beyond the ends of an axis, which are not drawn."""
+    low, high = sorted(axis.get_view_interval())
+    return [tick.label1 for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
+
+
 def shown(figure: Figure) -> list[str]:
     """Check that texts lie apart and inside; return them."""
     assert not plt.get_fignums(), "an open figure is drawn twice by a notebook"
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    hidden = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in outside(axis)}
+    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip() and t not in hidden]
     boxes = [(t.get_text(), t.get_window_extent(canvas.get_renderer())) for t in texts]
-    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+    # The box around a slanted text is larger than the text.
+    level = [box for t, box in zip(texts, boxes, strict=True) if t.get_rotation() % 90 == 0]
+    for (one, a), (other, b) in itertools.combinations(level, 2):
         across = min(a.x1, b.x1) - max(a.x0, b.x0)
         down = min(a.y1, b.y1) - max(a.y0, b.y0)
         assert min(across, down) < 2.5, f"{one!r} lies on {other!r}"
@@ -170,6 +182,81 @@ def test_masses(count: int) -> None:
     titles = ["a document", "another document that has a rather long title: it goes on for more than a line, and on"]
     texts = shown(plots.candidate_masses({title: dict.fromkeys(names, 0.4) for title in titles}))
     assert f"candidate mass (probability; n = {count} field{'s' if count > 1 else ''})" in texts
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+CHECKS = [
+    Check("tree as rows", "", 3e-6, 2e-3, True),
+    Check("tree as plain forward", "", 0.0, 2e-3, True),
+    Check("repeatability", "", 0.0, 0.0, True),
+    Check("sliding window", "", 0.0, 2e-3, None, "no window"),
+]
+BAD = [replace(CHECKS[0], largest=0.7, passed=False), replace(CHECKS[1], largest=np.inf, passed=False), *CHECKS[2:]]
+
+
+def test_a_table_of_checks() -> None:
+    table = plots.check_table({"torch": CHECKS, "mlx": BAD})
+    assert list(table.index) == [check.name for check in CHECKS]
+    assert list(table["tolerance"]) == ["2.0e-03", "2.0e-03", "0", "2.0e-03"]
+    assert list(table["torch"]) == ["3.0e-06", "0", "0", "not run"]
+    assert list(table["mlx"]) == ["7.0e-01 FAILS", "no number FAILS", "0", "not run"]
+
+
+@pytest.mark.parametrize(
+    "panels",
+    [
+        {"one": {"torch": CHECKS}},
+        {
+            "tiny": {"torch": CHECKS, "mlx": BAD, "llamacpp": CHECKS},
+            "a model with a name that is $long$": {"mlx": CHECKS},
+        },
+        {"equal": {"torch": [CHECKS[2]]}},
+    ],
+)
+def test_differences_have_a_place_each(panels: dict[str, dict[str, list[Check]]]) -> None:
+    figure = plots.differences(panels)
+    texts = shown(figure)
+    backends = {name for panel in panels.values() for name in panel}
+    assert backends | {"0", "largest that passes"} <= set(texts)
+    assert ("no number" in texts) == ("tiny" in panels)
+    for axes, panel in zip(figure.axes, panels.values(), strict=True):
+        dots = [tuple(map(float, d.get_offsets()[0])) for d in axes.collections if len(d.get_offsets())]
+        assert len(set(dots)) == len(dots) == sum(c.passed is not None for run in panel.values() for c in run)
+        low, high = axes.get_xlim()
+        assert all(low < x < high for x, _ in dots)
+
+
+def test_the_fault_matrix() -> None:
+    found = {"sound": CHECKS, "caught": BAD, "missed": CHECKS}
+    texts = shown(plots.fault_matrix(found, {"caught": "tree as rows", "missed": "tree as rows"}))
+    assert {*found, *(check.name for check in CHECKS), "must fail, does not"} <= set(texts)
+    assert texts.count("×") == 2 + 2  # in the matrix and in the legend
+    assert texts.count("?") == 1 + 1
+    assert texts.count("–") == 3 + 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_shifts(count: int) -> None:
+    panels = {f"variant ${i}$": ([0.02, 0.0, 0.3], [False, False, i > 0]) for i in range(count)}
+    figure = plots.shifts(panels)
+    texts = shown(figure)
+    assert "variant $0$\n0 of 3 changed" in texts
+    assert (f"variant ${count - 1}$\n1 of 3 changed" in texts) == (count > 1)
+    drawn = [axes for axes in figure.axes if axes.get_visible()]
+    assert len(drawn) == count
+    kept, flipped = drawn[-1].collections
+    assert len(kept.get_offsets()) == 3 - (count > 1)
+    assert len(flipped.get_offsets()) == (count > 1)
+    assert kept.get_offsets()[0, 1] == plots.LEAST  # a zero has its place on the logarithmic scale too
+    shown(plots.shifts({"nothing moved": ([0.0, 0.0], [False, False])}))
+
+
+def test_margins() -> None:
+    texts = shown(plots.margins([0.1, 0.4, 0.01], [0.02, 0.03, 0.05], [False, False, True]))
+    assert "half the lead of the best label (share; n = 3 decisions)" in texts
+    assert {"value kept", "value changed", "moved by half the lead or more: could change"} <= set(texts)
+    shown(plots.margins([0.1], [0.0], [False]))
 
 
 def test_the_style_stays_inside() -> None:

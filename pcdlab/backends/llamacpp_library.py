@@ -15,7 +15,8 @@ from typing import Any
 
 import gguf
 
-from pcdlab.errors import BackendError, ModelError
+from pcdlab.errors import BackendError, ModelError, ParameterError
+from pcdlab.schema import did_you_mean
 
 INSTALL = "pip install 'pcdlab[llamacpp]'"
 
@@ -31,7 +32,7 @@ except (OSError, RuntimeError) as error:  # installed, but its shared library do
         f"  {INSTALL} --force-reinstall --no-cache-dir"
     ) from error
 
-__all__ = ["Model", "last_errors", "llama_cpp", "unpack"]
+__all__ = ["Model", "last_errors", "llama_cpp", "quantise", "unpack"]
 
 _LOG_ERROR, _LOG_CONTINUES = 4, 5  # ggml_log_level
 _GUESSED = 1024  # flag of llama.cpp's file types: from the tensors, not from the metadata
@@ -119,17 +120,46 @@ def unpack(packed: Model, threads: int) -> Model:
     ModelError
         With llama.cpp's reason, if there is no room for the file (four bytes per weight).
     """
+    # Where an open file cannot be removed, the operating system's clean-up does it.
+    with tempfile.TemporaryDirectory(prefix="pcdlab-", ignore_cleanup_errors=True) as folder:
+        model = Model(quantise(packed.path, Path(folder) / "float32.gguf", "F32", threads))
+    model.path, model.unpacked_from = packed.path, packed.weights
+    return model
+
+
+def quantise(source: Path, target: Path, kind: str, threads: int = 1) -> Path:
+    """Write a GGUF file again in another number format, as llama.cpp's own tool does.
+
+    Parameters
+    ----------
+    source, target : Path
+        The file there is and the one to write. What is packed already is unpacked first, so its rounding stays.
+    kind : str
+        A name of :class:`gguf.LlamaFileType` without its ``MOSTLY_``: "F32", "F16", "Q8_0", "Q4_0", "Q4_K_M" …. llama.cpp keeps
+        some tensors finer, and takes another format where a row does not divide into blocks.
+    threads : int
+
+    Returns
+    -------
+    Path
+        `target`.
+
+    Raises
+    ------
+    ParameterError
+        If there is no such format.
+    ModelError
+        With llama.cpp's reason, if it cannot write the file.
+    """
+    kinds = {type_.name.removeprefix("MOSTLY_").removeprefix("ALL_"): type_ for type_ in gguf.LlamaFileType}
+    if kind not in kinds:
+        raise ParameterError(f"kind={kind!r} is no number format of GGUF{did_you_mean(kind, kinds)}; 'Q8_0' is one")
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
+    params.ftype = int(kinds[kind])
     params.allow_requantize = True
     params.nthread = threads
     last_errors()
-    # Where an open file cannot be removed, the operating system's clean-up does it.
-    with tempfile.TemporaryDirectory(prefix="pcdlab-", ignore_cleanup_errors=True) as folder:
-        copy = Path(folder) / "float32.gguf"
-        if llama_cpp.llama_model_quantize(os.fsencode(packed.path), os.fsencode(copy), ctypes.byref(params)):
-            reason = last_errors() or "it gives no reason"
-            raise ModelError(f"{packed.path}: llama.cpp cannot unpack this file to float32 in {copy.parent}: {reason}")
-        model = Model(copy)
-    model.path, model.unpacked_from = packed.path, packed.weights
-    return model
+    if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params)):
+        reason = last_errors() or "it gives no reason"
+        raise ModelError(f"{source}: llama.cpp cannot write this file as {kind} to {target.parent}: {reason}")
+    return target
