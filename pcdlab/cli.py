@@ -447,24 +447,45 @@ def _shown(path: Path) -> str:
 
 @app.command()
 def bench(
-    preset: Annotated[str, typer.Argument(help="A preset's name or file.")] = DEFAULT_PRESET,
-    model: Annotated[str, typer.Option(help="Alias, local folder or Hugging Face id.")] = DEFAULT_MODEL,
-    runs: Annotated[int, typer.Option(min=1, help="How often to time each engine.")] = 5,
+    presets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PRESET]...", help=f"Presets' names or files. [default: {DEFAULT_PRESET}]"),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Alias, local folder or Hugging Face id; GGUF file.")] = DEFAULT_MODEL,
+    backend: Annotated[str, typer.Option(help="torch, mlx or llamacpp.")] = "torch",
+    runs: Annotated[int, typer.Option(min=1, help="How often to time each row; slow ones less often.")] = 3,
+    baselines: Annotated[
+        str, typer.Option(metavar="NAMES", help="What to run beside the engine, with commas between; all or none.")
+    ] = "all",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the measurements to this file.")
     ] = None,
+    compare_file: Annotated[
+        Path | None, typer.Option("--compare", metavar="FILE", help="Show what changed since this earlier --json file.")
+    ] = None,
 ) -> None:
-    """Time the engines against each other on this machine."""
-    from pcdlab.bench import print_bench, run_bench
+    """Time the engine and what people would run instead on this machine.
+
+    With `--compare`, exits with 1 where the earlier file is of another machine, model or backend.
+    """
+    from pcdlab.bench import BASELINES, compare, print_bench, print_comparison, read_bench, run_bench
 
     if json_file is not None and json_file.is_dir():
         raise ParameterError(f"--json {json_file}: is a folder; name a file")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ParameterError(f"--json {json_file}: there is no such folder; name a file in one that exists")
-    measured = run_bench(preset, model, runs, lambda line: print(line, file=sys.stderr, flush=True))
+    earlier = read_bench(compare_file) if compare_file is not None else None  # before minutes of measuring
+    wanted = {"all": BASELINES, "none": ()}.get(baselines) or [name for name in baselines.split(",") if name != "none"]
+    with _only_answers_on_stdout(), _steps() as say:
+        measured = run_bench(presets or [DEFAULT_PRESET], model, backend, runs, wanted, say)
     if json_file is not None:
         json_file.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     print_bench(measured, _console())
+    if earlier is not None:
+        changes = compare(earlier, measured)
+        print_comparison(changes, _console())
+        if changes["reasons"]:
+            raise typer.Exit(1)
 
 
 # --- Shared -----------------------------------------------------------------------------------------------------------
@@ -508,3 +529,18 @@ def _status(text: str) -> Iterator[Callable[[str], None]]:
     """Say on stderr, if that is a terminal, what is going on."""
     with Console(stderr=True, highlight=False).status(text) as status:
         yield status.update
+
+
+@contextlib.contextmanager
+def _steps() -> Iterator[Callable[[str], None]]:
+    """Say on stderr which step of something long is being done and for how long: a bar there, plain lines in a file."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda line: print(line, file=sys.stderr, flush=True)
+        return
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting")
+        yield lambda line: progress.update(task, description=line)

@@ -266,6 +266,10 @@ class HFCodec:
             ) from error
         return str(text)
 
+    def to_json(self) -> str:
+        """The model's own tokenizer in the format of ``tokenizer.json``, for libraries that read it."""
+        return self._original.to_str()
+
     def start(self) -> str:
         """Text of the control tokens the tokenizer itself puts in front of plain text.
 

@@ -12,8 +12,10 @@ from brute_force import engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pcdlab.baselines.first_token import CONTINUATION, FLOOR, first_token
 from pcdlab.baselines.json_stream import Step, anything, generate, next_log_probs, read_object, schema_lines
 from pcdlab.schema import Field, Schema
+from pcdlab.tokenizer import Piece
 
 DOCUMENT = "Dear customer, your order 4711 has been declined.\nPlease call 555-0199!"
 SCHEMA = Schema(
@@ -132,3 +134,77 @@ def test_a_backend_without_plain_passes_feeds_a_stream() -> None:
 )
 def test_reading_what_was_written(text: str, found: dict[str, Any] | None) -> None:
     assert read_object(text) == found
+
+
+# --- the specimen -----------------------------------------------------------------------------------------------------
+
+COLLIDING = Schema(
+    (
+        Field("version", ("1.0",)),
+        Field("plain", ("LOW", "HIGH")),
+        Field("track", ("DELIVER", "DELIVER_WITH_WARNING", "DELIVERED")),  # what they share is in the branch
+        Field("mixed", (None, "DELIVER", "DELIVER_WITH_WARNING")),
+    )
+)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_specimen_reads_one_token_and_writes_on_where_labels_share_it(name: str) -> None:
+    this, compiled = engine(name), engine(name).compile(COLLIDING)
+    ids = compiled.prompt.ids(DOCUMENT)
+    answers = first_token(this.backend, compiled, this.backend.prefill(ids))
+    assert tuple(answers) == tuple(COLLIDING.names)
+    assert (answers["version"].value, answers["version"].confidence) == ("1.0", 1.0)
+    for item in list(compiled)[1:]:
+        answer = answers[item.field.name]
+        log_probs = next_log_probs(this.backend, [*ids, *item.branch])
+        firsts = {token: np.exp(log_probs[token]) for token in item.trie[()]}
+        best = max(firsts, key=lambda token: firsts[token])
+        labels = item.trie[()][best]
+        assert answer.share == pytest.approx(firsts[best] / sum(firsts.values()), abs=1e-4)
+        assert answer.collided == len(labels)
+        assert item.field.labels.index(answer.value) in labels
+        if len(labels) == 1:
+            assert (answer.confidence, answer.written) == (answer.share, "")
+            continue
+        assert answer.confidence == max(answer.share, FLOOR)
+        tokens = [best]
+        for _ in range(CONTINUATION):
+            tokens.append(int(next_log_probs(this.backend, [*ids, *item.branch, *tokens]).argmax()))
+        assert answer.written == this.codec.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("continuation", "value"),
+    [
+        ('IVER",\n', "DELIVER"),
+        ('IVER_WITH_WARNING"', "DELIVER_WITH_WARNING"),
+        ("ETE", "DELIVER"),
+        ("IVERABLE", "DELIVER"),
+    ],
+)
+def test_the_specimen_takes_what_the_free_text_begins_with_or_the_first(
+    continuation: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that writes a given text, after a first token that two labels share."""
+    monkeypatch.setattr("pcdlab.baselines.first_token.CONTINUATION", 25)  # a token of this tokenizer is a byte
+    this = engine("bytes")
+    schema = Schema((Field("mixed", (None, "DELIVER", "DELIVER_WITH_WARNING")),))
+    compiled = this.compile(schema)
+    script = [*('"DEL' + continuation).encode(), *[ord(" ")] * 25]
+    ids = {chr(b): this.codec.encode([Piece(chr(b), False)])[0] for b in set(script)}
+    item = compiled.fields["mixed"]
+    written = iter([ids[chr(b)] for b in script[len(this.codec.decode(item.canonical[1].tokens[:1])) :]])
+
+    def feed(tokens: Any, last: bool) -> Any:
+        logits = np.zeros((1, this.backend.vocabulary), dtype=np.float32)
+        logits[0, next(written)] = 1
+        return logits
+
+    def read(prefix: Any, tree: Any) -> Any:
+        (candidates,) = np.split(tree.candidates, tree.offsets[1:-1])
+        return SimpleNamespace(log_probs=np.where(candidates == item.canonical[1].tokens[0], -1.0, -2.0))
+
+    fake: Any = SimpleNamespace(read=read, stream=lambda prefix: SimpleNamespace(feed=feed))
+    answer = first_token(fake, compiled, None)["mixed"]
+    assert (answer.value, answer.collided, answer.confidence) == (value, 2, FLOOR)

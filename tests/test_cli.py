@@ -143,9 +143,7 @@ def test_bad_input_is_one_line(
     files = {"LATIN1": b"a\xfc", "BROKEN": b"{]", "LIST": b"[1]"}
     for name, content in files.items():
         (tmp_path / f"{name.lower()}.json").write_bytes(content)
-    module = types.ModuleType("pcdlab.bench")
-    module.print_bench = module.run_bench = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pcdlab.bench", module)
+    bench_module(monkeypatch, [])
     places = {"PRESET": preset, **{name: tmp_path / f"{name.lower()}.json" for name in files}}
     result = run(*(places.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2
@@ -274,19 +272,49 @@ def test_report_draws_bars_on_a_terminal(run: Any) -> None:
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 
-def test_bench(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = types.ModuleType("pcdlab.bench")
+def bench_module(monkeypatch: pytest.MonkeyPatch, reasons: list[str]) -> dict[str, Any]:
+    """Put a stand-in in place of the module that measures; returns what it was asked."""
+    module: Any = types.ModuleType("pcdlab.bench")
+    asked: dict[str, Any] = {}
 
-    def run_bench(preset: str, model: str, runs: int, report: Any) -> dict[str, Any]:
-        report(f"{preset} on {model}")
+    def run_bench(presets: Any, model: str, backend: str, runs: int, baselines: Any, report: Any) -> dict[str, Any]:
+        asked.update(presets=presets, model=model, backend=backend, runs=runs, baselines=list(baselines))
+        report(f"{presets[0]} on {model}")
         return {"machine": {}, "rows": [{"engine": "tree-cold", "median_s": 0.5}] * runs}
 
-    module.run_bench = run_bench  # type: ignore[attr-defined]
-    module.print_bench = lambda measured, console: console.print(len(measured["rows"]))  # type: ignore[attr-defined]
+    module.BASELINES = ("rows", "grammar")
+    module.run_bench = run_bench
+    module.print_bench = lambda measured, console: console.print(len(measured["rows"]))
+    module.read_bench = lambda path: json.loads(path.read_text())
+    module.compare = lambda old, new: {"reasons": reasons, "rows": [old, new]}
+    module.print_comparison = lambda changes, console: console.print(f"{len(changes['rows'])} compared")
     monkeypatch.setitem(sys.modules, "pcdlab.bench", module)
-    result = run("bench", "p", "--model", "m", "--runs", "3", "--json", tmp_path / "b.json")
+    return asked
+
+
+def test_bench(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = bench_module(monkeypatch, [])
+    result = run("bench", "p", "q", "--model", "m", "--runs", "3", "--json", tmp_path / "b.json")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "3\n", "p on m\n")
     assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 3
+    assert asked == {
+        "presets": ["p", "q"], "model": "m", "backend": "torch", "runs": 3, "baselines": ["rows", "grammar"],
+    }  # fmt: skip
+    run("bench", "--backend", "mlx", "--baselines", "grammar")
+    assert (asked["presets"], asked["backend"], asked["baselines"]) == (["fintech_fraud"], "mlx", ["grammar"])
+    run("bench", "--baselines", "none")
+    assert asked["baselines"] == []
+
+
+@pytest.mark.parametrize(("reasons", "code"), [([], 0), (["cpu was 'a' and is 'b'"], 1)])
+def test_bench_compares_with_an_earlier_file(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reasons: list[str], code: int
+) -> None:
+    bench_module(monkeypatch, reasons)
+    old = tmp_path / "old.json"
+    old.write_text('{"rows": []}')
+    result = run("bench", "p", "--compare", old)
+    assert (result.exit_code, result.stdout) == (code, "3\n2 compared\n")
 
 
 # --- The program itself -----------------------------------------------------------------------------------------------

@@ -79,8 +79,12 @@ class Stream(Protocol):
         """Number of tokens so far, the prefix included."""
         ...
 
-    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append k tokens; return their next-token logits, float32, shape (k, vocabulary)."""
+    def feed(self, tokens: Sequence[int], last: bool = False) -> NDArray[np.float32]:
+        """Append k tokens; return their next-token logits, float32, shape (k, vocabulary).
+
+        With `last` those behind the last token only, shape (1, vocabulary): a generator needs no others, and the vocabulary
+        projection is a large part of a small pass.
+        """
         ...
 
     def rollback(self, count: int) -> None:

@@ -400,7 +400,7 @@ def _candidates(lab: _Lab) -> Pairs:
 
 
 def _stream_rollback(lab: _Lab) -> Pairs:
-    prefix, tokens, junk = lab.prefill(lab.head()), lab.ids(10), lab.ids(5)
+    prefix, tokens, junk = lab.prefill(lab.head()), lab.ids(12), lab.ids(5)
     straight = log_softmax(lab.backend.stream(prefix).feed(tokens))
     stream = lab.backend.stream(prefix)
     parts = [stream.feed(tokens[:6])]
@@ -410,9 +410,19 @@ def _stream_rollback(lab: _Lab) -> Pairs:
     parts += [stream.feed([token]) for token in tokens[6:8]]
     stream.feed([*tokens[8:9], *junk])  # taken back in part
     stream.rollback(len(junk))
-    parts.append(stream.feed(tokens[9:]))
+    parts.append(stream.feed(tokens[9:], last=True))
     _has_length(stream, prefix.length + len(tokens))
-    seen = [0, 1, 2, 3, 4, 5, 6, 7, 9]  # the row of token 8 went by among the junk
+    seen = [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        11,
+    ]  # the row of token 8 went by among the junk, those of 9 and 10 were not asked for
     yield log_softmax(np.concatenate(parts)), straight[seen]
 
 

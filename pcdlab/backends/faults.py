@@ -107,9 +107,9 @@ def mutated_prefix(backend: Backend, verb: str = "stream") -> Any:
     def stream(prefix: Any) -> Any:
         sound = backend.stream(unboxed(prefix))
 
-        def feed(tokens: Any) -> Any:
+        def feed(tokens: Any, last: bool = False) -> Any:
             grow(prefix, "stream", tokens[0])
-            return sound.feed(tokens)
+            return sound.feed(tokens, last)
 
         return _Wrapped(sound, feed=feed)
 
@@ -190,9 +190,9 @@ def forgotten_rollback(backend: Backend) -> Any:
         sound = backend.stream(prefix)
         faulty: Any = _Wrapped(sound, length=sound.length)
 
-        def feed(tokens: Any) -> Any:
+        def feed(tokens: Any, last: bool = False) -> Any:
             faulty.length += len(tokens)
-            return sound.feed(tokens)
+            return sound.feed(tokens, last)
 
         def rollback(count: int) -> None:
             faulty.length -= count

@@ -132,6 +132,10 @@ class LlamaCppBackend:
     ----------
     window : int or None
         Length of the sliding window some layers have, in tokens.
+    path : Path
+        The file.
+    threads : int
+        How many llama.cpp uses.
 
     Raises
     ------
@@ -153,8 +157,9 @@ class LlamaCppBackend:
         self.max_tokens = int(llama_cpp.llama_model_n_ctx_train(model.pointer))
         self.meter = Meter()
         self._model = model
+        self.path = model.path
         self.dtype = _number_format(model, self._kv)
-        self._threads = threads or _cores()
+        self.threads = threads or _cores()
         self.fingerprint: str | None = _fingerprint(model, self.dtype)
         self._lock = threading.RLock()  # ctypes lets other threads run while llama.cpp works
         self._sequences = int(llama_cpp.llama_max_parallel_sequences())
@@ -273,7 +278,7 @@ class LlamaCppBackend:
         params.n_seq_max = self._sequences
         params.kv_unified = True
         params.swa_full = True
-        params.n_threads = params.n_threads_batch = self._threads
+        params.n_threads = params.n_threads_batch = self.threads
         params.type_k = params.type_v = int(self._kv)
         # Flash attention, which llama.cpp takes where it can, computes in float16 whatever the state is in.
         if self._kv == KV_TYPES["float32"]:
@@ -411,17 +416,19 @@ class LlamaCppBackend:
     # --- passes -------------------------------------------------------------------------------------------------
 
     def _extend(self, state: _State, tokens: IntArray, logits: NDArray[np.float32] | None = None) -> None:
-        """Run tokens on top of a state; with `logits` also write down the logits after each, [n, vocabulary]."""
+        """Run tokens on top of a state; with `logits`, [k, vocabulary], also write down those after the last k tokens."""
         assert state.sequence is not None
-        limit = self._batch if logits is None else min(self._batch, self._rows())
+        rows = 0 if logits is None else len(logits)
+        limit = min(self._batch, self._rows()) if rows > 1 else self._batch
         for first in range(0, len(tokens), limit):
             part = tokens[first : first + limit]
             n = len(part)
             positions = state.length + np.arange(n)
-            asked = np.full(n, logits is not None)
+            places = first + np.arange(n) - (len(tokens) - rows)  # among the rows of logits; negative: not asked
+            asked = places >= 0
             got = self._decode(part, positions, np.ones(n, dtype=np.int64), np.full(n, state.sequence), asked)
             if logits is not None:
-                logits[first : first + n] = got
+                logits[places[asked]] = got
             state.length += n
 
     def _rows(self) -> int:
@@ -489,10 +496,10 @@ class LlamaStream:
         """Number of tokens so far, the prefix included."""
         return (self._prefix.length if self._prefix else 0) + len(self._fed)
 
-    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append tokens; logits after each, float32, shape (k, vocabulary)."""
+    def feed(self, tokens: Sequence[int], last: bool = False) -> NDArray[np.float32]:
+        """Append tokens; logits after each or the last, float32, shape (k, vocabulary) or (1, vocabulary)."""
         backend = self._backend
-        logits = np.empty((len(tokens), backend.vocabulary), dtype=np.float32)
+        logits = np.empty((min(len(tokens), 1) if last else len(tokens), backend.vocabulary), dtype=np.float32)
         if not len(tokens):
             return logits
         with backend._using(self._own or self._prefix, len(tokens)) as base:

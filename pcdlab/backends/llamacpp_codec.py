@@ -226,6 +226,11 @@ class GGUFCodec:
         vocab = self._original.vocab
         return self._text(llama_cpp.llama_vocab_bos(vocab)) if llama_cpp.llama_vocab_get_add_bos(vocab) else ""
 
+    @property
+    def vocab(self) -> Any:
+        """llama.cpp's handle of the file's own vocabulary, for libraries that read it; valid as long as this codec."""
+        return self._original.vocab
+
     # --- text ---------------------------------------------------------------------------------------------------
 
     def _private_text(self, pieces: Sequence[Piece]) -> tuple[str, list[int]]:

@@ -718,12 +718,13 @@ class MlxStream:
         """Number of tokens so far, the prefix included."""
         return (self._prefix.length if self._prefix else 0) + len(self._fed)
 
-    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append tokens; logits after each, float32, shape (k, vocabulary)."""
+    def feed(self, tokens: Sequence[int], last: bool = False) -> NDArray[np.float32]:
+        """Append tokens; logits after each or the last, float32, shape (k, vocabulary) or (1, vocabulary)."""
         backend = self._backend
         backend._check_length(self.length + len(tokens))
         backend.meter.count(len(tokens))
-        logits = backend._logits(backend._body(mx.array([list(tokens)]), cache=self._cache)[0])
+        states = backend._body(mx.array([list(tokens)]), cache=self._cache)[0]  # [k, hidden]
+        logits = backend._logits(states[-1:] if last else states)
         mx.eval(logits, [c.state for c in self._cache])
         self._fed.extend(tokens)
         return np.array(logits)

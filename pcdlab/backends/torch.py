@@ -472,8 +472,8 @@ class TorchStream:
         """Number of tokens so far, the prefix included."""
         return (self._prefix.length if self._prefix else 0) + len(self._fed)
 
-    def feed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append tokens; logits after each, float32, shape (k, vocabulary)."""
+    def feed(self, tokens: Sequence[int], last: bool = False) -> NDArray[np.float32]:
+        """Append tokens; logits after each or the last, float32, shape (k, vocabulary) or (1, vocabulary)."""
         backend, n = self._backend, len(tokens)
         if backend.layout == "rows":
             states = backend._run_rows([list(tokens)], self._cache, self.length)[0]
@@ -488,7 +488,7 @@ class TorchStream:
             for layer, new in now.kept.items():
                 self._layers[layer] = tuple(_write(self._room(layer, i, t), fed, t) for i, t in enumerate(new))  # type: ignore[assignment]
         self._fed.extend(tokens)
-        return backend._logits(states).cpu().numpy()
+        return backend._logits(states[-1:] if last else states).cpu().numpy()
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` fed tokens.

@@ -1,8 +1,9 @@
 """Token-by-token JSON: what decoding usually does, one token after another, always the most probable one.
 
-A *rule* says at every step which tokens may follow: any (:func:`anything`), or those that keep to a compiled schema
-(:func:`schema_lines`). Knows token ids, a backend's ``stream`` and compiled schemas; refuses to know how labels are scored
-anywhere else.
+A *rule* says at every step which tokens may follow: any (:func:`anything`), those that keep to a compiled schema
+(:func:`schema_lines`), or what a grammar library allows (:mod:`pcdlab.baselines.grammar`). What was written is read leniently
+and judged strictly (:func:`judge`). Knows token ids, a backend's ``stream`` and compiled schemas; refuses to know how labels are
+scored anywhere else.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 
 from pcdlab.backends.base import Backend
 from pcdlab.compile import CompiledSchema
-from pcdlab.schema import Label
+from pcdlab.schema import Field, Label, Schema
 
-__all__ = ["Rule", "Step", "anything", "generate", "next_log_probs", "read_object", "schema_lines"]
+__all__ = ["Judged", "Rule", "Step", "anything", "generate", "judge", "next_log_probs", "read_object", "schema_lines"]
 
 # Yields the tokens that may follow (None: any), is sent the one that was taken, returns where the text ends.
-Rule = Generator[Collection[int] | None, int, None]
+Rule = Generator[Collection[int] | NDArray[np.int64] | None, int, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +145,11 @@ def generate(
     stream = backend.stream(backend.prefill(prompt[:-1], prefix) if len(prompt) > 1 else prefix)
     waiting = list(prompt[-1:])
     allowed = next(rule, ())
-    while allowed is None or allowed:
+    while allowed is None or len(allowed):
         choice = allowed is None or len(allowed) > 1
         logits = None
         if choice or not together:
-            logits = stream.feed(waiting)[-1]
+            logits = stream.feed(waiting, last=True)[-1]
             waiting = []
         token = _most_probable(logits, allowed)
         yield Step(token, None if allowed is None else len(allowed), logits)
@@ -159,11 +160,12 @@ def generate(
             return
 
 
-def _most_probable(logits: NDArray[np.float32] | None, allowed: Collection[int] | None) -> int:
+def _most_probable(logits: NDArray[np.float32] | None, allowed: Collection[int] | NDArray[np.int64] | None) -> int:
     if allowed is None:
         assert logits is not None
         return int(logits.argmax())
-    return max(allowed, key=lambda token: logits[token]) if logits is not None else next(iter(allowed))
+    tokens = np.fromiter(allowed, dtype=np.int64, count=len(allowed))
+    return int(tokens[logits[tokens].argmax() if logits is not None else 0])
 
 
 def read_object(text: str) -> dict[str, Label] | None:
@@ -187,3 +189,64 @@ def read_object(text: str) -> dict[str, Label] | None:
             continue
         return found if isinstance(found, dict) else None
     return None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a written text is worth as an answer.
+
+    Attributes
+    ----------
+    values : dict
+        Field → value, for the fields whose value is an allowed one, in schema order.
+    missing : tuple of str
+        Fields without a key.
+    invented : dict
+        Field → what was written, where that is no allowed value.
+    extra : tuple of str
+        Keys that are no field.
+    parsed : bool
+        Whether there was an object at all; if not, every field is missing.
+    """
+
+    values: dict[str, Label]
+    missing: tuple[str, ...]
+    invented: dict[str, Any]
+    extra: tuple[str, ...]
+    parsed: bool
+
+    @property
+    def valid(self) -> bool:
+        """Whether it is an object of the schema: every field, every value allowed, nothing else."""
+        return self.parsed and not (self.missing or self.invented or self.extra)
+
+
+def judge(text: str, schema: Schema) -> Judged:
+    """Hold a text that should be an object of a schema against the schema.
+
+    Nothing is guessed or made good but what :func:`read_object` does: a value counts where it is JSON for an allowed value,
+    so that ``"true"`` is not ``true`` and ``"High"`` not ``"HIGH"``.
+
+    Parameters
+    ----------
+    text : str
+        What was written, the opening brace included.
+    schema : Schema
+    """
+    found = read_object(text)
+    given = found or {}
+    values: dict[str, Label] = {}
+    invented = {}
+    for field in schema:
+        if field.name not in given:
+            continue
+        allowed = {field.json(label): label for label in field.labels}
+        value = given[field.name]
+        written = Field.json(value) if isinstance(value, str | bool | int | float | None) else None
+        if written in allowed:
+            values[field.name] = allowed[written]
+        else:
+            invented[field.name] = value
+    missing = tuple(name for name in schema.names if name not in given)
+    extra = tuple(key for key in given if key not in schema.names)
+    return Judged(values, missing, invented, extra, found is not None)
