@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import engine
+from brute_force import engine
 from rich.console import Console
 
 from pcdlab import bench

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import engine
+from brute_force import engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
