@@ -284,7 +284,8 @@ def html_to_text(source: str) -> str:
     parser.feed(source)
     parser.close()
     lines = [re.sub(r"[ \xa0]+", " ", line).strip() for line in "".join(parser.parts).split("\n")]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    text = re.sub(r"(?m)^-\n+", "- ", "\n".join(lines))  # an item whose text is a paragraph
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 # --- Devoxx: talks of a conference ----------------------------------------------------------------------------------

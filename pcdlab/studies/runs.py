@@ -475,15 +475,19 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def _batches(folder: Path) -> Iterator[dict[str, Any]]:
     """The marks of complete batches whose rows are all there."""
-    try:
-        size = (folder / DECISIONS).stat().st_size
-        with (folder / TIMING).open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n") or (mark := json.loads(line))["end"] > size:
-                    return
-                yield mark
-    except FileNotFoundError:
+    rows, marks = folder / DECISIONS, folder / TIMING
+    size = rows.stat().st_size if rows.is_file() else 0
+    if size and not marks.is_file():
+        raise BankError(
+            f"{folder}: {TIMING} is missing, without which {DECISIONS} is no run; restore it, or remove both"
+        )
+    if not size:
         return
+    with marks.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or (mark := json.loads(line))["end"] > size:
+                return
+            yield mark
 
 
 def _end(folder: Path) -> int:
@@ -494,10 +498,6 @@ def _end(folder: Path) -> int:
 def _drop_unfinished(folder: Path) -> int:
     """Cut off what was not finished; return how many documents are left."""
     rows, marks = folder / DECISIONS, folder / TIMING
-    if rows.is_file() and rows.stat().st_size and not marks.is_file():
-        raise BankError(
-            f"{folder}: {TIMING} is missing, without which {DECISIONS} cannot be continued; restore it, or remove both"
-        )
     done = length = 0
     end = _end(folder)
     for mark in _batches(folder):
