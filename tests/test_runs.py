@@ -44,8 +44,8 @@ MANY = Schema((Field("intent", tuple(f"intent_{i // 7}_{i % 7}" for i in range(4
 FILES = (DECISIONS, TIMING, META)
 
 
-def bank(folder: Path, schema: Schema = SCHEMA, count: int = 30, words: int = 150) -> Bank:
-    """Documents of some hundred tokens: about ten of them share a pass."""
+def bank(folder: Path, schema: Schema = SCHEMA, count: int = 30, words: int = 50) -> Bank:
+    """Documents of a hundred tokens and more: a few of them share a pass."""
     about = Bank("b", "B", "", True, "Apache-2.0", "", schema, Path())
     name = schema.names[0]
     labels = schema[name].labels
@@ -282,7 +282,7 @@ def test_batches_show_in_the_bytes(large: Bank, whole: Run, tmp_path: Path) -> N
     """Otherwise the tests here would prove nothing: other batches do give other last digits."""
     engine = fresh_engine(NAME)
     extract_many = engine.extract_many
-    engine.extract_many = lambda *a, **o: extract_many(*a, **o, tokens_per_pass=1)  # type: ignore[method-assign]
+    engine.extract_many = lambda *a, **o: extract_many(*a, **{**o, "tokens_per_pass": 1})  # type: ignore[method-assign]
     alone = study(large, tmp_path / "run", engine)
     assert decisions(alone) != decisions(whole)
     ours, theirs = (run.log_probs("risk")[1] for run in (alone, whole))

@@ -51,6 +51,7 @@ Mode = Literal["isolated", "joint", "grammar"]
 
 META, DECISIONS, TIMING = "meta.json", "decisions.jsonl", "timing.jsonl"
 _LOCK = ".lock"
+TOKENS_PER_PASS = 1024  # on a CPU as fast as four times as many, and a kill costs a quarter as much work
 _PACKAGES = {  # what the numbers depend on, by backend
     "torch": ("torch", "transformers"),
     "mlx": ("mlx", "mlx-lm", "transformers"),
@@ -354,7 +355,9 @@ def _decider(
         return lambda texts: (_grammar(engine, schema, text) for text in texts)
 
     def extract(texts: Iterator[str]) -> Iterator[Any]:
-        found = engine.extract_many(texts, schema, mode, scorer, normalise, errors="return", progress=False)
+        found = engine.extract_many(
+            texts, schema, mode, scorer, normalise, errors="return", tokens_per_pass=TOKENS_PER_PASS, progress=False
+        )
         return (item if isinstance(item, PcdlabError) else _answer(item) for item in found)
 
     extract(iter(()))  # checks schema and options
