@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.dummy import DummyClassifier
 
 from pcdlab.errors import ParameterError
 from pcdlab.schema import Schema
@@ -19,6 +21,7 @@ from pcdlab.studies.accuracy import (
     compare,
     compare_runs,
     confusion,
+    cross_validated,
     score,
     telling_errors,
     wilson,
@@ -78,6 +81,28 @@ def test_telling_errors_are_wrong_and_in_order() -> None:
     none = telling_errors(np.eye(3), [0, 1, 2], ["a", "b", "c"], [1, 2, 3])
     assert none.empty
     assert "document" in none.columns
+
+
+def test_cross_validation_never_asks_about_a_document_it_was_fitted_on() -> None:
+    """A classifier that knows by heart has nothing to say about new documents."""
+    X, y = np.arange(40.0)[:, None], np.array(["a", "b", "a", "a"] * 10)
+
+    class ByHeart(ClassifierMixin, BaseEstimator):
+        def fit(self, X: Any, y: Any) -> Any:
+            self.classes_, self.known_ = np.unique(y), dict(zip(X[:, 0], y, strict=True))
+            return self
+
+        def predict(self, X: Any) -> Any:
+            return np.array([self.known_.get(x, "nothing") for x in X[:, 0]])
+
+    assert cross_validated(ByHeart(), X, y, repeats=2)["correct"].tolist() == [0, 0]
+    table = cross_validated(DummyClassifier(), X, y, folds=4, repeats=3)
+    assert table["seed"].tolist() == [0, 1, 2]
+    assert table["accuracy"].tolist() == [0.75] * 3
+    assert (table["low"][0], table["high"][0]) == wilson(30, 40)
+    for options, says in (({"folds": 31}, "from 2 to 30"), ({"folds": 1}, "folds=1"), ({"repeats": 0}, "repeats=0")):
+        with pytest.raises(ParameterError, match=says):
+            cross_validated(DummyClassifier(), X, y, **options)
 
 
 # --- comparisons ----------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -400,7 +402,17 @@ def test_conformal_sets_by_hand() -> None:
     # Three of four right labels have at least 0.7: ceil(5 * 0.6) = 3.
     found = study.conformal_sets(calibration, [0, 0, 0, 0], [[0.71, 0.29], [0.69, 0.31], [0.2, 0.8]], 0.6)
     assert found.tolist() == [[True, False], [False, False], [False, True]]
-    with pytest.raises(ParameterError, match="needs 9 labelled"):
+    eleven = np.vstack([calibration, calibration, calibration[:3]])
+    # ceil(12 * 0.9) = 11 of eleven: the least sure right label, 0.6, is just in.
+    assert study.conformal_sets(eleven, np.zeros(11, dtype=int), [[0.61, 0.39], [0.59, 0.41]], 0.9).tolist() == [
+        [True, False],
+        [False, False],
+    ]
+    with pytest.raises(ParameterError, match="needs 11 labelled documents at least, there are 10"):
+        study.conformal_sets(eleven[:10], np.zeros(10, dtype=int), calibration, [0.5, 0.9])
+    with pytest.raises(ParameterError, match="level=1 is no share"):
+        study.conformal_sets(eleven, np.zeros(11, dtype=int), calibration, 1)
+    with pytest.raises(ParameterError, match="needs 11 labelled"):
         study.conformal_sets(calibration, [0, 0, 0, 0], calibration, 0.9)
 
 
@@ -445,6 +457,16 @@ def test_out_of_scope_by_hand() -> None:
     generator = np.random.default_rng(0)
     mass, outside = generator.integers(0, 8, 90) / 8, generator.random(90) < 0.3
     assert study.out_of_scope_auroc(mass, outside)["auroc"] == pytest.approx(roc_auc_score(outside, -mass))
+    frame = pd.DataFrame(
+        {
+            "field": ["t", "t", "t", "t", "t", "t", "u"],
+            "candidate_mass": [0.1, 0.2, 0.3, 0.9, 0.95, np.nan, 0.0],
+            "gold": ["none of them", "a", "none of them", "b", None, "a", "a"],
+            "out_of_scope": [True, False, True, False, False, False, False],
+        }
+    )
+    run: Any = SimpleNamespace(frame=lambda: frame)
+    assert study.out_of_scope_of_run(run, "t") == found
     with pytest.raises(ParameterError, match="both kinds"):
         study.out_of_scope_auroc([0.1, 0.2], np.array([True, True]))
 

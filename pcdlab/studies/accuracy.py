@@ -7,6 +7,7 @@ a probability can be trusted (that is :mod:`pcdlab.studies.calibration`'s).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ __all__ = [
     "compare",
     "compare_runs",
     "confusion",
+    "cross_validated",
     "score",
     "telling_errors",
     "wilson",
@@ -246,6 +248,51 @@ def telling_errors(
     ]
     columns = ["why", "document", "chosen", "right", "probability", "right_probability"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def cross_validated(estimator: Any, X: Any, y: ArrayLike, folds: int = 5, repeats: int = 5) -> pd.DataFrame:
+    """Cross-fitted accuracy of any scikit-learn classifier, and how much the deal of the folds matters.
+
+    Parameters
+    ----------
+    estimator : classifier
+        Cloned for each fold.
+    X : array-like, shape (documents, …)
+        Features, or texts.
+    y : array-like, shape (documents,)
+        Right labels.
+    folds : int
+        Stratified by label.
+    repeats : int
+        Deals, with the seeds ``0 … repeats - 1``.
+
+    Returns
+    -------
+    DataFrame
+        One row per deal: ``seed``, ``n``, ``correct``, ``accuracy`` with its 95 % Wilson interval ``low``, ``high``. Deals share
+        their documents: the spread between rows says nothing of other documents, the interval does.
+    """
+    from sklearn.model_selection import StratifiedKFold, cross_val_predict
+
+    right = np.asarray(y)
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ParameterError(f"repeats={repeats!r} is no positive whole number")
+    most = int(np.unique(right, return_counts=True)[1].max())
+    if not isinstance(folds, int) or not 2 <= folds <= most:
+        raise ParameterError(
+            f"folds={folds!r} does not fit labels with {most} documents at most; choose from 2 to {most}"
+        )
+    rows = []
+    with warnings.catch_warnings():
+        # A label rarer than the folds is in some of them only, which is all that can be done.
+        warnings.filterwarnings("ignore", message="The least populated class")
+        for seed in range(repeats):
+            deal = StratifiedKFold(folds, shuffle=True, random_state=seed)
+            correct = int((cross_val_predict(estimator, X, right, cv=deal) == right).sum())
+            low, high = wilson(correct, len(right))
+            rows.append({"seed": seed, "n": len(right), "correct": correct, "accuracy": correct / len(right)})
+            rows[-1] |= {"low": low, "high": high}
+    return pd.DataFrame(rows)
 
 
 # --- two ways, the same documents -----------------------------------------------------------------------------------

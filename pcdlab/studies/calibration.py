@@ -40,6 +40,7 @@ __all__ = [
     "fit_calibration",
     "losses",
     "out_of_scope_auroc",
+    "out_of_scope_of_run",
     "refinement",
     "risk_coverage",
     "threshold_for_error",
@@ -481,7 +482,7 @@ def conformal_sets(
     Raises
     ------
     ParameterError
-        If there are too few labelled documents for a level, where the only sure set is that of all labels.
+        If a level is no share, or there are too few labelled documents for it.
 
     References
     ----------
@@ -490,13 +491,16 @@ def conformal_sets(
     """
     from mapie.classification import SplitConformalClassifier
 
-    levels = [level] if isinstance(level, float) else list(level)
+    levels = list(level) if isinstance(level, Sequence) else [level]
     known, right = _shares(calibration, gold)
     for value in levels:
-        if not 0 < value < 1 or (len(right) + 1) * (1 - value) < 1:
+        if not 0 < value < 1:
+            raise ParameterError(f"level={value!r} is no share; choose one between 0 and 1, such as 0.9")
+        needed = int(max(1 / value, 1 / (1 - value))) + 1  # MAPIE asks for one more than theory does
+        if len(right) < needed:
             raise ParameterError(
-                f"level={value!r} needs {int(np.ceil(1 / (1 - value) - 1e-9)) - 1 if 0 < value < 1 else 'a share and some'} "
-                f"labelled documents at least, there are {len(right)}; label more, or choose a lower level between 0 and 1"
+                f"level={value!r} needs {needed} labelled documents at least, there are {len(right)}; label more, or choose "
+                "a level nearer to a half"
             )
     given = _given(known.shape[1])
     conformal = SplitConformalClassifier(given, confidence_level=levels, conformity_score="lac", prefit=True)
@@ -505,7 +509,7 @@ def conformal_sets(
         warnings.filterwarnings("ignore", message=".*less labels than your training")
         conformal.conformalize(known, right)
     _, sets = conformal.predict_set(np.asarray(probabilities, dtype=np.float64))
-    return sets[:, :, 0] if isinstance(level, float) else sets
+    return sets if isinstance(level, Sequence) else sets[:, :, 0]
 
 
 def _given(labels: int) -> Any:
@@ -692,6 +696,15 @@ def calibrated_run(
     """:func:`calibration_table` of one field of a run."""
     _, log_probs, gold, documents = run.log_probs(name)
     return calibration_table(log_probs, gold, calibrators, documents, folds, seed)
+
+
+def out_of_scope_of_run(run: Run, name: str) -> dict[str, float]:
+    """:func:`out_of_scope_auroc` of the candidate mass of one field, over the documents of a run that people judged."""
+    frame = run.frame()
+    rows = frame[(frame["field"] == name) & frame["candidate_mass"].notna() & frame["gold"].notna()]
+    return out_of_scope_auroc(
+        rows["candidate_mass"].to_numpy(dtype=np.float64), rows["out_of_scope"].to_numpy(dtype=bool)
+    )
 
 
 def fit_calibration(run: Run, fields: Iterable[str], calibrator: Calibrator) -> Calibration:
