@@ -277,8 +277,9 @@ def _is_whole(value: object) -> bool:
 class PCDFeatures(TransformerMixin, _Reader):
     """The log-probabilities of every label of every field, as a feature matrix of texts.
 
-    Many cheap questions about a document, asked in one pass, make a description that a plain classifier can learn from a few
-    labelled documents. Standardise the columns first: their scales differ.
+    Many cheap questions about a document, asked in one pass, make a description from which a plain classifier learns with few
+    labelled documents. Standardise the columns first (their scales differ), and take a classifier that is regularised: there are
+    more columns than documents teach about.
 
     Parameters
     ----------
@@ -292,6 +293,12 @@ class PCDFeatures(TransformerMixin, _Reader):
     >>> questions = {"angry": {"type": "boolean"}, "topic": {"type": "enum", "choices": ["billing", "delivery"]}}
     >>> PCDFeatures(questions).get_feature_names_out().tolist()
     ['angry=true', 'angry=false', 'topic="billing"', 'topic="delivery"']
+    >>> from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+    >>> from sklearn.pipeline import make_pipeline
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> shrunk = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
+    >>> model = make_pipeline(PCDFeatures(questions), StandardScaler(), shrunk)
+    >>> model.fit(texts, labels).predict(new_texts)  # doctest: +SKIP
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +115,16 @@ def test_calibrators_see_their_own_field() -> None:
     learnt = classifier(calibrator=LogisticCalibrator()).fit(TEXTS, TOPICS)
     expected = LogisticCalibrator().fit(raw, gold).predict_proba(raw)
     np.testing.assert_allclose(learnt.predict_proba(TEXTS), expected, atol=1e-4)
+
+
+def test_the_questions_about_talks_ask_for_the_tracks_of_the_bank() -> None:
+    folder = Path(__file__).parent.parent / "data" / "talks"
+    questions = Schema.of(json.loads((folder / "questions.json").read_text(encoding="utf-8")))
+    bank = Schema.of(json.loads((folder / "bank.json").read_text(encoding="utf-8"))["schema"])
+    assert questions["track"] == bank["track"]
+    assert 30 <= sum(field.kind == "boolean" for field in questions) == len(questions.names) - 1
+    columns = PCDFeatures(questions).get_feature_names_out()
+    assert len(columns) == len(set(columns)) == 8 + 2 * (len(questions.names) - 1)
 
 
 # --- scikit-learn's own expectations --------------------------------------------------------------------------------
