@@ -1,4 +1,4 @@
-"""The command line: ``pcdlab run | models | check | report | bench``.
+"""The command line: ``pcdlab run | models | check | report | bench | data | study``.
 
 Knows options, tables and exit codes; every command is a thin face of a module of the same concern. Refuses to know how
 anything is done, and imports nothing heavy before a command needs it.
@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pcdlab
+from pcdlab.cli_study import data_app, study
 from pcdlab.errors import ParameterError, PcdlabError, SchemaError
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ models_app = typer.Typer(
     name="models", help="List the known models, or fetch one.", invoke_without_command=True, no_args_is_help=False
 )
 app.add_typer(models_app)
+app.add_typer(data_app)
+app.command()(study)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "BackendError",
+    "BankError",
     "ContextLengthError",
     "ModelError",
     "NumericsError",
@@ -30,6 +31,10 @@ class SchemaError(PcdlabError):
 
 class PresetError(PcdlabError):
     """A preset file that cannot be read or does not have a preset's shape."""
+
+
+class BankError(PcdlabError):
+    """A labelled bank or a run that cannot be read, fetched or imported, or whose labels are outside its schema."""
 
 
 class ParameterError(PcdlabError):
