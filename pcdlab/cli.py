@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -118,6 +118,10 @@ def run(
     schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Fill this schema, not the preset's: a JSON Schema or a preset.")
     ] = None,
+    calibrator: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Decide by calibrated probabilities: a file of Calibration.save."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the extraction as one JSON object.")] = False,
 ) -> None:
     """Fill a schema from a document."""
@@ -139,8 +143,12 @@ def run(
         engine = Engine.load(model, backend=backend, dtype=dtype)
         say(f"reading {len(document):,} characters")
         # The engine checks the options.
-        options = {"mode": mode, "scorer": scorer, "normalise": normalise}
-        out = engine.extract(document, fields, **cast("dict[str, Any]", options))
+        options: dict[str, Any] = {"mode": mode, "scorer": scorer, "normalise": normalise}
+        if calibrator is not None:
+            from pcdlab.calibrators import Calibration
+
+            options["calibrator"] = Calibration.load(calibrator)
+        out = engine.extract(document, fields, **options)
     if as_json:
         _print_json(out.to_dict())
     else:

@@ -33,6 +33,8 @@ from pcdlab.tokentree import join
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pcdlab.calibrators import Calibration
+
 __all__ = ["Engine"]
 
 Mode = Literal["isolated", "joint"]
@@ -121,6 +123,7 @@ class Engine:
         scorer: Scorer = "auto",
         normalise: Normalise = "sum",
         instructions: str | None = None,
+        calibrator: Calibration | None = None,
     ) -> Extraction:
         """Fill a schema for one document.
 
@@ -139,6 +142,8 @@ class Engine:
             to be scored by ``marginal`` or ``exact``.
         instructions : str, optional
             Text in front of the catalogue instead of the default.
+        calibrator : Calibration, optional
+            Turns the scores of the fields it knows into probabilities, from which those fields are then decided.
 
         Returns
         -------
@@ -151,7 +156,8 @@ class Engine:
         SchemaError, TokenizationError, ParameterError, NumericsError
         """
         # A failure is returned, not raised, so that the only document does not get a number in the message.
-        result = next(self._extract([text], schema, mode, scorer, normalise, instructions, "return", TOKENS_PER_PASS))
+        how = (mode, scorer, normalise, instructions, calibrator)
+        result = next(self._extract([text], schema, *how, "return", TOKENS_PER_PASS))
         if isinstance(result, PcdlabError):
             raise result
         return result
@@ -166,6 +172,7 @@ class Engine:
         scorer: Scorer = "auto",
         normalise: Normalise = "sum",
         instructions: str | None = None,
+        calibrator: Calibration | None = None,
         errors: Literal["raise", "return"] = "raise",
         tokens_per_pass: int = TOKENS_PER_PASS,
         progress: bool = True,
@@ -179,7 +186,7 @@ class Engine:
         ----------
         texts : sequence or iterator of str
             A sequence gives a list; an iterator gives a generator that holds one batch at a time.
-        schema, mode, scorer, normalise, instructions
+        schema, mode, scorer, normalise, instructions, calibrator
             As for :meth:`extract`.
         errors : {"raise", "return"}
             What to do with a document that cannot be decided: stop, or put the error in its place.
@@ -202,7 +209,8 @@ class Engine:
         if not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
             raise ParameterError(f"tokens_per_pass={tokens_per_pass!r} is no positive whole number")
         total = len(texts) if isinstance(texts, Sized) else None
-        results = self._extract(texts, schema, mode, scorer, normalise, instructions, errors, tokens_per_pass)
+        how = (mode, scorer, normalise, instructions, calibrator)
+        results = self._extract(texts, schema, *how, errors, tokens_per_pass)
         shown = tqdm(results, total=total, unit="doc", disable=not progress or total == 1)
         return list(shown) if total is not None else iter(shown)
 
@@ -271,13 +279,22 @@ class Engine:
         scorer: str,
         normalise: Any,
         instructions: str | None,
+        calibrator: Calibration | None,
         errors: str,
         tokens_per_pass: int,
     ) -> Iterator[Any]:
         deciding.check_options(scorer, normalise)
         if mode not in ("isolated", "joint"):
             raise ParameterError(f"mode={mode!r} is unknown; choose 'isolated' or 'joint'")
-        job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode)
+        if calibrator is not None:
+            asked = {"model": self.backend.model, "mode": mode, "scorer": scorer, "normalise": normalise}
+            for key, value in asked.items():
+                if calibrator.made_with.get(key, value) != value:
+                    raise ParameterError(
+                        f"calibrator: it was fitted on scores with {key} {calibrator.made_with[key]!r}, and this is {key} "
+                        f"{value!r}; fit one on such scores, or ask as it was fitted"
+                    )
+        job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode, calibrator)
         return self._batches(job, texts, errors, tokens_per_pass)
 
     @staticmethod
@@ -329,7 +346,15 @@ def _timed(clock: dict[str, float], phase: str) -> Iterator[None]:
 class _Job:
     """One schema under one set of options, for any number of documents."""
 
-    def __init__(self, engine: Engine, compiled: CompiledSchema, scorer: str, normalise: Normalise, mode: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        compiled: CompiledSchema,
+        scorer: str,
+        normalise: Normalise,
+        mode: str,
+        calibrator: Calibration | None,
+    ) -> None:
         self.engine = engine
         self.backend = engine.backend
         self.compiled = compiled
@@ -337,6 +362,7 @@ class _Job:
         self.scorer = scorer
         self.normalise = normalise
         self.mode = mode
+        self.calibrator = calibrator
         self.references: dict[tuple[str, tuple[int, ...]], Any] = {}
         open_fields = {item.name for item in self.schema if not item.fixed}
         waves = [list(self.schema.names)] if mode == "joint" else self.schema.waves()
@@ -548,12 +574,21 @@ class _Job:
                 if isinstance(found, Wish):
                     wishes.append(found)
                 else:
-                    document.decisions[found.name] = found
+                    document.decisions[found.name] = self._calibrated(found)
             if wishes:
                 again.append((document, trunk, deciding.plan(wishes)))
         if again:
             self._ask([d for d, _, _ in again], prefix, [t for _, t, _ in again], [p for _, _, p in again], keep=False)
         return prefix, trunks
+
+    def _calibrated(self, decision: FieldDecision) -> FieldDecision:
+        """Decide again from a calibrator's probabilities, where there is one."""
+        if self.calibrator is None or decision.name not in self.calibrator.calibrators:
+            return decision
+        shares = self.calibrator.apply(decision.name, decision.log_probs).tolist()
+        ranked = sorted(zip(decision.log_probs, shares, strict=True), key=lambda pair: -pair[1])
+        (value, probability), *others = ranked
+        return replace(decision, value=value, probability=probability, alternatives=tuple(others), calibrated=True)
 
     def _references(self, plan: Plan, written: tuple[int, ...] = ()) -> list[Any]:
         """Scores of every field of a plan under an empty document and the same lines, None each unless they are asked for."""

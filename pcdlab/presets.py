@@ -126,7 +126,7 @@ def list_presets() -> list[Path]:
     Returns
     -------
     list of pathlib.Path
-        The JSON files of `PRESETS_FOLDER`, by name.
+        The JSON files of `PRESETS_FOLDER`, by name; calibrations, which lie beside their preset, left out.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def list_presets() -> list[Path]:
             f"there is no presets folder at {PRESETS_FOLDER}; install pcdlab from a checkout (pip install -e .), "
             "or give the path of a preset file"
         )
-    return sorted(PRESETS_FOLDER.glob("*.json"))
+    return sorted(path for path in PRESETS_FOLDER.glob("*.json") if not path.name.endswith(".calibration.json"))
 
 
 def load_preset(path_or_name: str | os.PathLike[str]) -> Preset:

@@ -37,6 +37,8 @@ class FieldDecision:
         ``marginal``, ``exact``, ``walk``, ``hybrid``, or ``fixed`` for a field with one label.
     alternatives : tuple of (label, float)
         The other labels with their shares, most probable first.
+    calibrated : bool
+        Whether `value`, `probability` and `alternatives` are a calibrator's; `log_probs` are always the model's.
     """
 
     name: str
@@ -46,6 +48,7 @@ class FieldDecision:
     log_probs: dict[Label, float]
     method: str
     alternatives: tuple[tuple[Label, float], ...] = ()
+    calibrated: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; labels that become keys are written as their JSON text unless they are strings.
@@ -62,6 +65,7 @@ class FieldDecision:
             "log_probs": dict(zip(keys, self.log_probs.values(), strict=True)),
             "alternatives": [{"value": value, "probability": share} for value, share in self.alternatives],
             "method": self.method,
+            "calibrated": self.calibrated,
         }
 
 

@@ -39,6 +39,7 @@ from transformers import PreTrainedTokenizerFast
 from pcdlab import engine as engine_module
 from pcdlab import heads
 from pcdlab.backends.torch import TorchBackend
+from pcdlab.calibrators import BatchCorrection, Calibration
 from pcdlab.engine import Engine
 from pcdlab.errors import ContextLengthError, NumericsError, ParameterError, PcdlabError, TokenizationError
 from pcdlab.heads import HeadCache
@@ -573,6 +574,67 @@ def test_results_say_what_computed_them_and_are_json() -> None:
     assert list(plain["fields"]["b"]["log_probs"]) == ["true", "false"]
     assert out.low_confidence(1.1) == sorted(out.fields, key=lambda n: out.fields[n].probability)
     assert out.low_confidence(0.0) == []
+
+
+# --- calibrators ------------------------------------------------------------------------------------------------------
+
+
+def shifted(schema: Schema, offsets: dict[str, np.ndarray], **made_with: str) -> Calibration:
+    """A calibrator per field that takes an offset from each label's score."""
+    labels = {name: schema[name].labels for name in offsets}
+    fitted = {name: BatchCorrection().fit(np.tile(offset, (2, 1))) for name, offset in offsets.items()}
+    return Calibration(labels, fitted, made_with)
+
+
+def test_a_calibrator_decides_from_its_own_probabilities() -> None:
+    this, field = engine("qwen"), SCHEMA["risk_tier"]
+    plain = this.extract(DOCUMENT, SCHEMA)
+    offset = np.array([0.0, 9.0, -9.0])
+    calibration = shifted(SCHEMA, {field.name: offset}, model=this.backend.model, scorer="auto")
+    for out in (
+        this.extract(DOCUMENT, SCHEMA, calibrator=calibration),
+        *this.extract_many([DOCUMENT, DOCUMENT], SCHEMA, calibrator=calibration, progress=False),
+    ):
+        decision = out.fields[field.name]
+        scores = np.array(list(plain.fields[field.name].log_probs.values())) - offset
+        shares = np.exp(scores - np.logaddexp.reduce(scores))
+        assert decision.value == "MEDIUM"
+        assert decision.calibrated
+        assert decision.log_probs == pytest.approx(plain.fields[field.name].log_probs, abs=1e-5)
+        found = {decision.value: decision.probability, **dict(decision.alternatives)}
+        assert [found[label] for label in field.labels] == pytest.approx(shares, abs=1e-6)
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+        for name in set(SCHEMA.names) - {field.name}:
+            assert out.fields[name].value == plain.fields[name].value
+            assert not out.fields[name].calibrated
+
+
+def test_fields_that_depend_on_a_calibrated_one_see_its_answer() -> None:
+    schema = Schema((Field("a", ("x", "y")), Field("b", ("one", "two"), depends_on=("a",))))
+    this = engine("qwen")
+    forced = {
+        label: this.extract(DOCUMENT, schema, calibrator=shifted(schema, {"a": offset}))
+        for label, offset in (("x", np.array([-99.0, 99.0])), ("y", np.array([99.0, -99.0])))
+    }
+    assert {label: out.values["a"] for label, out in forced.items()} == {"x": "x", "y": "y"}
+    plain = this.extract(DOCUMENT, schema)
+    assert forced[plain.values["a"]].fields["b"].log_probs == plain.fields["b"].log_probs
+    assert forced["x"].fields["b"].log_probs != forced["y"].fields["b"].log_probs
+
+
+@pytest.mark.parametrize(
+    "made_with", [{"model": "another"}, {"scorer": "exact"}, {"mode": "joint"}, {"normalise": "length"}]
+)
+def test_a_calibrator_of_other_scores_is_refused(made_with: dict[str, str]) -> None:
+    calibration = shifted(SCHEMA, {"urgent": np.zeros(2)}, **made_with)
+    with pytest.raises(ParameterError, match=f"calibrator: it was fitted on scores with {next(iter(made_with))}"):
+        engine("qwen").extract(DOCUMENT, SCHEMA, calibrator=calibration)
+
+
+def test_a_calibrator_of_other_labels_is_refused() -> None:
+    other = Schema((Field("urgent", ("yes", "no")),))
+    with pytest.raises(ParameterError, match="'urgent' has the labels"):
+        engine("qwen").extract(DOCUMENT, SCHEMA, calibrator=shifted(other, {"urgent": np.zeros(2)}))
 
 
 # --- a model that breaks ----------------------------------------------------------------------------------------------
