@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import engine, fresh_engine
+from brute_force import engine, fresh_engine
 from scipy.special import softmax
 from sklearn.base import clone
 from sklearn.feature_extraction.text import TfidfVectorizer

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import backend, codec, fresh_engine
+from brute_force import backend, codec, fresh_engine
 from filelock import FileLock
 from typer.testing import CliRunner
 
@@ -216,7 +216,7 @@ KILLED = """
     from pathlib import Path
 
     sys.path.insert(0, {tests!r})
-    from conftest import fresh_engine
+    from brute_force import fresh_engine
     from pcdlab.banks import load_bank
     from pcdlab.studies import runs
 
