@@ -16,13 +16,15 @@ UNFINISHED := $(VENV)/.unfinished
 # After set-up nothing needs the network, and nothing may ask for it behind the user's back.
 OFFLINE := HF_HUB_OFFLINE=1
 
-.PHONY: help setup reports test lab bench lint clean
+.PHONY: help setup reports test lab bench extras test-extras lint clean
 
 help:
 	@echo "make reports   run the notebooks into reports/"
 	@echo "make test      run the tests"
 	@echo "make lab       open the notebooks in JupyterLab"
 	@echo "make bench     measure the engines on this machine"
+	@echo "make extras    add the backends that are not part of the set-up: MLX, and llama.cpp, built from source"
+	@echo "make test-extras   run their tests"
 	@echo "make lint      ruff and mypy"
 	@echo "make clean     remove .venv and all caches in this folder"
 
@@ -52,6 +54,13 @@ lab: setup
 
 bench: setup
 	$(OFFLINE) $(BIN)/pcdlab bench --json reports/bench.json $(ARGS)
+
+# Builds llama.cpp, which takes minutes; pip keeps what it built in its own cache for the next time.
+extras: setup
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,llamacpp,mlx]'
+
+test-extras: extras
+	$(OFFLINE) $(BIN)/python -m pytest tests/test_llamacpp_*.py tests/test_mlx_*.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -220,12 +220,17 @@ def _list_models(
     rows: list[dict[str, Any]] = [
         {
             "alias": spec.alias,
-            "source": spec.source,
             "licence": spec.licence,
             "parameters": spec.parameters,
-            "verified": spec.verified,
-            "status": models.status(spec),
             "note": spec.note,
+            "backends": {
+                backend: {
+                    "source": models.checkpoint(spec, backend),
+                    "verified": backend in spec.verified,
+                    "status": models.status(spec, backend),
+                }
+                for backend in models.BACKENDS
+            },
         }
         for spec in models.catalogue()
     ]
@@ -233,31 +238,36 @@ def _list_models(
         _print_json(rows)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("alias", "parameters", "licence", "state here", "", "source"):
+    for heading in ("alias", "parameters", "licence", *models.BACKENDS):
         table.add_column(heading, overflow="fold", justify="right" if heading == "parameters" else "left")
     for row in rows:
-        status = Text(row["status"], style="green" if row["status"] == "ready" else "")
-        verified = "verified" if row["verified"] else "listed"
-        table.add_row(
-            Text(row["alias"], style="bold"),
-            _size(row["parameters"]),
-            row["licence"],
-            status,
-            verified,
-            Text(row["source"], style="dim"),
-        )
+        cells = [_model_cell(entry) for entry in row["backends"].values()]
+        table.add_row(Text(row["alias"], style="bold"), _size(row["parameters"]), row["licence"], *cells)
     _console().print(table)
-    print("\nverified: run and checked with this version. `pcdlab models fetch ALIAS` gets one ahead of time.")
+    print(
+        "\nverified: `pcdlab check` was run on this very model under that backend, and passed. listed: its id is written down;\n"
+        "nobody ran it here. `pcdlab models fetch ALIAS` gets one ahead of time, `--json` also shows sources and notes."
+    )
+
+
+def _model_cell(entry: Mapping[str, Any]) -> Text:
+    if not entry["source"]:
+        return Text("-", style="dim")
+    words = ["verified" if entry["verified"] else "listed", *(["ready"] if entry["status"] == "ready" else [])]
+    return Text(", ".join(words), style="green" if entry["verified"] else "")
 
 
 @models_app.command("fetch")
-def fetch_model(alias: Annotated[str, typer.Argument(help="Alias or Hugging Face id.")]) -> None:
+def fetch_model(
+    alias: Annotated[str, typer.Argument(help="Alias or Hugging Face id.")],
+    backend: Annotated[str, typer.Option(help="torch, mlx or llamacpp.")] = "torch",
+) -> None:
     """Get a model's files, so that it works offline from then on."""
     from pcdlab import models
 
     with _only_answers_on_stdout(), _status(f"getting {alias}"):
-        folder = models.locate(alias)
-    print(folder)
+        path = models.fetch(alias, backend)
+    print(path)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ __all__ = ["Engine"]
 Mode = Literal["isolated", "joint"]
 
 TOKENS_PER_PASS = 4096  # documents are batched up to this many tree nodes
+RERUN = 128  # longest document that is run again for a second pass rather than getting passes of its own
 SCHEMAS = 16  # compiled schemas kept
 REFERENCES = 4096  # scores under an empty document kept
 LOW_MASS = 0.1  # below this the model would rather have written something else: a warning
@@ -171,8 +172,8 @@ class Engine:
     ) -> Any:
         """Fill a schema for many documents.
 
-        Where one pass decides every field, documents are batched as branches of one tree. With ``depends_on``, joint mode or
-        ``hybrid`` each document takes its own passes.
+        Documents are batched as branches of one tree. In joint mode each takes its own passes; so do long ones where fields
+        depend on others or ``hybrid`` looks twice, because a pass of many documents keeps none of them for the next.
 
         Parameters
         ----------
@@ -286,7 +287,7 @@ class Engine:
         for number, text in enumerate(texts):
             item: _Document | PcdlabError
             try:
-                item = job.tokenise(text)
+                item = job.tokenise(text, number)
             except PcdlabError as error:
                 if errors == "raise":
                     raise type(error)(f"document {number}: {error}") from None
@@ -304,6 +305,7 @@ class Engine:
 class _Document:
     """A tokenized document on its way through the passes."""
 
+    number: int
     ids: list[int]
     cached: int  # leading ids that are the head
     clock: dict[str, float]
@@ -342,9 +344,8 @@ class _Job:
         # What the first pass asks is the same for every document.
         self.first = deciding.plan([self.wish(name, {}) for name in (self.waves or [[]])[0]])
         deciding.check_normalise([self.wish_after(name, (), {}) for name in open_fields], normalise)
-        # Documents share a pass only where one pass decides everything; else each keeps its own trunk in between.
-        looks_twice = any(item.wish.scorer == "hybrid" for item in self.first.fields)
-        self.one_pass = mode == "isolated" and len(self.waves) <= 1 and not looks_twice
+        looks_twice = any(deciding.resolve(scorer, len(self.schema[name].labels)) == "hybrid" for name in open_fields)
+        self.one_pass = len(self.waves) <= 1 and not looks_twice
         # Most tokens behind the prompt: a line, and in front of it those it sees.
         lines = {item.field.name: len(item.branch) + max(len(s.tokens) for s in item.canonical) for item in compiled}
         seen = {name: lines[name] + sum(lines[other] for other in self._ancestors(name)) for name in lines}
@@ -378,7 +379,7 @@ class _Job:
 
     # --- documents in -------------------------------------------------------------------------------------------
 
-    def tokenise(self, text: Any) -> _Document:
+    def tokenise(self, text: Any, number: int = 0) -> _Document:
         """Token ids of the whole prompt, checked against the model's context."""
         if not isinstance(text, str):
             raise ParameterError(f"the document is {type(text).__name__}, not text")
@@ -394,13 +395,13 @@ class _Job:
                 f"of {self.backend.model!r}. The catalogue takes {len(head)} of them, the document the rest: shorten it, split "
                 "the schema, or take a model with a longer context."
             )
-        return _Document(ids, cached, clock)
+        return _Document(number, ids, cached, clock)
 
     def size(self, item: _Document | PcdlabError) -> int:
         """Tree nodes a document adds to its batch; a pass of its own where it cannot share one."""
         if isinstance(item, PcdlabError):
             return 1  # nothing to run, but a stream of failures must come out too
-        alone = not (self.one_pass and item.cached)
+        alone = self.mode == "joint" or not item.cached or (not self.one_pass and len(item.trunk) > RERUN)
         return 1 << 40 if alone else len(item.trunk) + len(self.first.tree)
 
     # --- results out --------------------------------------------------------------------------------------------
@@ -418,8 +419,8 @@ class _Job:
                 if documents and self.waves:
                     warm = self._decide(documents, clock)
             except PcdlabError as error:
-                if errors == "raise":
-                    raise
+                if errors == "raise" and len(documents) == 1:
+                    raise type(error)(f"document {documents[0].number}: {error}") from error
                 failure = error
             cost = (meter.forward_passes - before[0], meter.tokens_fed - before[1])
         if failure and len(documents) > 1:
@@ -437,10 +438,8 @@ class _Job:
         """Run the passes and note the decisions; whether the head was there already."""
         head, warm = self._head(documents[0], clock)
         with _timed(clock, "score"):
-            if self.one_pass:
-                self._together(documents, head)
-            elif self.mode == "isolated":
-                self._waves(documents[0], head)
+            if self.mode == "isolated":
+                self._isolated(documents, head)
             else:
                 self._joint(documents[0], head)
         return warm
@@ -478,23 +477,16 @@ class _Job:
             self.engine.heads.put(tokens, prefix)
             return prefix, False
 
-    def _together(self, documents: Sequence[_Document], head: Any) -> None:
-        """One pass for all documents."""
-        tree = join([d.trunk for d in documents], [self.first.tree] * len(documents))
-        log_probs = self.backend.read(head, tree).log_probs.reshape(len(documents), -1)
-        references = self._references(self.first)
-        for document, row in zip(documents, log_probs, strict=True):
-            for item, reference in zip(self.first.fields, references, strict=True):
-                decision = deciding.decide(item, row, self.normalise, reference)
-                assert isinstance(decision, FieldDecision)
-                document.decisions[decision.name] = decision
-
-    def _waves(self, document: _Document, head: Any) -> None:
-        """One pass per wave of fields that depend on one another; the trunk is run once."""
-        prefix, trunk = head, document.trunk
+    def _isolated(self, documents: Sequence[_Document], head: Any) -> None:
+        """One pass per wave of fields that depend on one another."""
+        prefix: Any = head
+        trunks: Sequence[list[int]] = [document.trunk for document in documents]
         for number, names in enumerate(self.waves):
-            plan = deciding.plan([self.wish(name, document.decisions) for name in names]) if number else self.first
-            prefix, trunk = self._ask(document, prefix, trunk, plan, keep=number + 1 < len(self.waves))
+            plans = [
+                deciding.plan([self.wish(name, document.decisions) for name in names]) if number else self.first
+                for document in documents
+            ]
+            prefix, trunks = self._ask(documents, prefix, trunks, plans, keep=number + 1 < len(self.waves))
 
     def _joint(self, document: _Document, head: Any) -> None:
         """Fixed point: read every field under the drafted answers before it, redraft, until nothing changes.
@@ -503,7 +495,7 @@ class _Job:
         least one more, so the loop ends. Only what follows the first change is read again.
         """
         names = self.schema.names
-        prefix, trunk = self._ask(document, head, document.trunk, self.first, keep=True)
+        prefix, (trunk,) = self._ask([document], head, [document.trunk], [self.first], keep=True)
         settled = 0 if self.schema[names[0]].fixed else 1  # nothing stands before the first field
         done = 0  # fields whose lines are in the prefix
         while settled < len(names):
@@ -518,7 +510,8 @@ class _Job:
             if not wishes:
                 return
             written = tuple(token for name in names[:settled] for token in self.line(name, answers))
-            prefix, trunk = self._ask(document, prefix, [*trunk, *lines], deciding.plan(wishes), True, written)
+            plan = deciding.plan(wishes)
+            prefix, (trunk,) = self._ask([document], prefix, [[*trunk, *lines]], [plan], True, written)
             done = settled
             changed = [name for name, value in draft.items() if answers[name].value != value]
             document.changes.append(len(changed))
@@ -526,34 +519,41 @@ class _Job:
 
     def _ask(
         self,
-        document: _Document,
+        documents: Sequence[_Document],
         prefix: Any,
-        trunk: list[int],
-        plan: Plan,
+        trunks: Sequence[list[int]],
+        plans: Sequence[Plan],
         keep: bool,
         written: tuple[int, ...] = (),
-    ) -> tuple[Any, list[int]]:
-        """Run a plan below prefix and trunk, twice where a scorer looks twice, and note the decisions.
+    ) -> tuple[Any, Sequence[list[int]]]:
+        """Run each document's plan below prefix and trunk, twice where a scorer looks twice, and note the decisions.
 
-        `written` are the lines between the document's prompt and the plan. Returns the prefix and the trunk that is not part
-        of it yet; the trunk is empty with `keep`.
+        `written` are the lines between a document's prompt and its plan. Returns the prefix and the trunks that are not part of
+        it yet. With `keep` a single document's trunk is; several documents run theirs again each time.
         """
-        second_look = any(item.wish.scorer == "hybrid" for item in plan.fields)
-        length = len(trunk) if keep or second_look else 0
-        tree = join([trunk], [plan.tree]) if trunk else plan.tree
+        looks_twice = any(item.wish.scorer == "hybrid" for plan in plans for item in plan.fields)
+        length = len(trunks[0]) if len(documents) == 1 and (keep or looks_twice) else 0
+        tree = join(trunks, [plan.tree for plan in plans]) if trunks[0] else plans[0].tree
         reading = self.backend.read(prefix, tree, length)
         if length:
-            prefix, trunk = reading.prefix, []
-        again = []
-        for item, reference in zip(plan.fields, self._references(plan, written), strict=True):
-            found = deciding.decide(item, reading.log_probs, self.normalise, reference)
-            if isinstance(found, Wish):
-                again.append(found)
-            else:
-                document.decisions[found.name] = found
+            prefix, trunks = reading.prefix, [[]]
+        again: list[tuple[_Document, list[int], Plan]] = []
+        read = 0
+        for document, trunk, plan in zip(documents, trunks, plans, strict=True):
+            log_probs = reading.log_probs[read : read + len(plan.tree.candidates)]
+            read += len(log_probs)
+            wishes = []
+            for item, reference in zip(plan.fields, self._references(plan, written), strict=True):
+                found = deciding.decide(item, log_probs, self.normalise, reference)
+                if isinstance(found, Wish):
+                    wishes.append(found)
+                else:
+                    document.decisions[found.name] = found
+            if wishes:
+                again.append((document, trunk, deciding.plan(wishes)))
         if again:
-            self._ask(document, prefix, trunk, deciding.plan(again), keep=False)
-        return prefix, trunk
+            self._ask([d for d, _, _ in again], prefix, [t for _, t, _ in again], [p for _, _, p in again], keep=False)
+        return prefix, trunks
 
     def _references(self, plan: Plan, written: tuple[int, ...] = ()) -> list[Any]:
         """Scores of every field of a plan under an empty document and the same lines, None each unless they are asked for."""

@@ -1,7 +1,7 @@
-"""Model names → GGUF files: a path, the `models/` folder, an alias, a local Ollama store.
+"""Model names → GGUF files: a path, the `models/` folder, a local Ollama store, an alias.
 
-Knows where files lie and how Ollama names them. Refuses to know what is inside a GGUF file, and fetches nothing but the
-embedded model.
+Knows where files lie and how Ollama names them. Refuses to know what is inside a GGUF file; `pcdlab.models` does what fetching
+there is.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def find_gguf(name: str | os.PathLike[str]) -> Path:
     ----------
     name
         Tried in this order: a GGUF file, a folder with one; a file of the ``models/`` folder in the working directory, by name
-        or without its ending; an alias of :func:`pcdlab.models.catalogue` whose weights come as GGUF; a model of the
-        local Ollama store (``name`` or ``name:tag``), which is read directly: Ollama need not run.
+        or without its ending; a model of the local Ollama store (``name`` or ``name:tag``), which is read directly: Ollama
+        need not run; an alias of :func:`pcdlab.models.catalogue`, whose GGUF file is fetched on first use.
 
     Returns
     -------
@@ -57,17 +57,10 @@ def find_gguf(name: str | os.PathLike[str]) -> Path:
         return _only(_ggufs(path), f"folder {path}")
     if found := [file for file in _ggufs(MODELS_FOLDER) if name in (file.name, file.stem)]:
         return _only(found, f"{name!r} in {MODELS_FOLDER}/")
-    spec = models.find(name)
-    if spec is not None and "==" in spec.source:  # a package that carries a GGUF
-        folder = models.locate(name)
-        return _only(_ggufs(folder), f"folder {folder}")
     if (found_in_store := _in_ollama(name)) is not None:
         return found_in_store
-    if spec is not None:
-        raise ModelError(
-            f"{name!r} comes from {spec.source} in a format llama.cpp does not read; put a GGUF file of it into "
-            f"{MODELS_FOLDER}/ and give its name, or use another backend"
-        )
+    if (spec := models.find(name)) is not None:
+        return _only(_first_parts(models.gguf_files(spec)), f"alias {name!r}")
     known = [*(file.stem for file in _ggufs(MODELS_FOLDER)), *ollama_models(), models.catalogue()[0].alias]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     raise ModelError(
@@ -78,8 +71,12 @@ def find_gguf(name: str | os.PathLike[str]) -> Path:
 
 
 def _ggufs(folder: Path) -> list[Path]:
-    """GGUF files of a folder, of a split model the first part only."""
-    files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
+    """GGUF files of a folder."""
+    return _first_parts(sorted(file for file in folder.glob("*.gguf") if file.is_file()))
+
+
+def _first_parts(files: list[Path]) -> list[Path]:
+    """Files that are whole, or the first of a split model."""
     return [file for file in files if not (part := _SPLIT.search(file.name)) or part[1] == "00001"]
 
 

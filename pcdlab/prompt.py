@@ -211,13 +211,16 @@ def _conversation(codec: Codec) -> str:
 
 
 def _opened(codec: Codec, messages: list[dict[str, str]]) -> str:
-    """Render the messages and open the assistant's turn, also with a template that knows no generation prompt."""
+    """Render the messages and open the assistant's turn where the template itself lets an answer begin.
+
+    For most templates that is behind the generation prompt. Some have none; some leave the model to open a channel or to
+    think first, and write an answer behind the opened channel or the empty thought.
+    """
     text = codec.render(messages, generate=True)
-    if text != codec.render(messages, generate=False):
-        return text
+    closed = codec.render(messages, generate=False)
     try:
         answered = codec.render([*messages, {"role": "assistant", "content": _ANSWER}], generate=False)
     except TokenizationError:
         return text
     before, found, _ = answered.partition(_ANSWER)
-    return before if found else text
+    return before if found and (text == closed or before.startswith(text)) else text

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import engine
+from brute_force import engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

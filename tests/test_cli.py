@@ -168,11 +168,12 @@ def test_ctrl_c_is_quiet(run: Any, preset: Path) -> None:
 @pytest.fixture
 def two_models(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [
-        models.ModelSpec("tiny", "pkg==1", "Apache-2.0", 134_515_008, verified=True),
-        models.ModelSpec("big", "org/big", "MIT", 1_500_000_000),
+        models.ModelSpec("tiny", "org/tiny", "Apache-2.0", 134_515_008, verified=("torch",)),
+        models.ModelSpec("big", "org/big", "MIT", 1_500_000_000, "org/mlx", "org/gguf:Q8_0"),
     ]
     monkeypatch.setattr(models, "catalogue", lambda: specs)
-    monkeypatch.setattr(models, "status", lambda spec: "ready" if spec.alias == "tiny" else "download on first use")
+    ready = {("tiny", "torch")}
+    monkeypatch.setattr(models, "status", lambda spec, backend: "ready" if (spec.alias, backend) in ready else "later")
 
 
 @pytest.mark.usefixtures("two_models")
@@ -180,16 +181,22 @@ def test_models(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = run("models")
     assert listed.exit_code == 0
     lines = listed.stdout.splitlines()
-    assert lines[1].split() == ["tiny", "135", "M", "Apache-2.0", "ready", "verified", "pkg==1"]
-    assert lines[2].split() == ["big", "1.5", "B", "MIT", "download", "on", "first", "use", "listed", "org/big"]
+    assert lines[1].split() == ["tiny", "135", "M", "Apache-2.0", "verified,", "ready", "listed", "-"]
+    assert lines[2].split() == ["big", "1.5", "B", "MIT", "listed", "listed", "listed"]
     rows = json.loads(run("models", "--json").stdout)
     assert [row["alias"] for row in rows] == ["tiny", "big"]
     assert rows[0] == {
-        "alias": "tiny", "source": "pkg==1", "licence": "Apache-2.0", "parameters": 134515008, "verified": True,
-        "status": "ready", "note": "",
+        "alias": "tiny", "licence": "Apache-2.0", "parameters": 134515008, "note": "",
+        "backends": {
+            "torch": {"source": "org/tiny", "verified": True, "status": "ready"},
+            "mlx": {"source": "org/tiny", "verified": False, "status": "later"},
+            "llamacpp": {"source": "", "verified": False, "status": "later"},
+        },
     }  # fmt: skip
-    monkeypatch.setattr(models, "locate", lambda name: Path("cache") / name)
-    assert run("models", "fetch", "big").stdout == f"{Path('cache') / 'big'}\n"
+    assert rows[1]["backends"]["llamacpp"]["source"] == "org/gguf:Q8_0"
+    monkeypatch.setattr(models, "fetch", lambda name, backend: Path("cache") / backend / name)
+    assert run("models", "fetch", "big").stdout == f"{Path('cache') / 'torch' / 'big'}\n"
+    assert run("models", "fetch", "big", "--backend", "mlx").stdout == f"{Path('cache') / 'mlx' / 'big'}\n"
 
 
 def test_real_catalogue(run: Any) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import backend, fresh_engine
+from brute_force import backend, fresh_engine
 from tokenizers_zoo import codec
 from typer.testing import CliRunner
 

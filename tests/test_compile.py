@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from conftest import as_json, other_spellings, own_ids, spells_control, write
+from brute_force import as_json, other_spellings, own_ids, spells_control, write
 from hypothesis import assume, example, given, reject, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models

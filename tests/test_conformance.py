@@ -29,9 +29,7 @@ NAMES = [name for name, _, _ in conformance._CHECKS]
 
 @cache
 def backend(kind: str, layout: Any = "auto") -> TorchBackend:
-    made = TorchBackend(tiny(kind), layout=layout, fingerprint="of a tiny model")
-    made.window = 7 if kind.startswith("gemma") else None
-    return made
+    return TorchBackend(tiny(kind), layout=layout, fingerprint="of a tiny model")
 
 
 def failed(checks: list[Check]) -> set[str]:

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from conftest import as_json, assert_extraction, brute_force, engine, fresh_engine, log_probs_from, own_ids
+from brute_force import as_json, assert_extraction, brute_force, engine, fresh_engine, log_probs_from, own_ids
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers_zoo import NAMES

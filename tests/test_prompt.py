@@ -164,6 +164,31 @@ def test_a_template_without_assistant_turns_ends_where_it_ends() -> None:
     assert with_template("qwen", template).text("Hi").endswith(f"Hi{AFTER_DOCUMENT};{{\n")
 
 
+@pytest.mark.parametrize(
+    ("opened", "where"),
+    [
+        ("<|start|>assistant", "<|channel|>final<|message|>"),  # the model would choose a channel
+        ("<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),  # the model would think first
+        ("<|im_start|>assistant\n", ""),
+    ],
+)
+def test_the_answer_begins_where_the_template_writes_one(opened: str, where: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}OPENWHERE{% endif %}{{ m.content + ';' }}{% endfor %}"
+        "{% if add_generation_prompt %}OPEN{% endif %}"
+    )
+    text = with_template("qwen", template.replace("OPEN", opened).replace("WHERE", where)).text("Hi")
+    assert text.endswith(f"Hi{AFTER_DOCUMENT};{opened}{where}{{\n")
+
+
+def test_a_thought_that_the_template_opens_is_kept() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + m.content + ';' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant<think>{% endif %}"
+    )
+    assert with_template("qwen", template).text("Hi").endswith("assistant<think>{\n")
+
+
 # --- ids and head ----------------------------------------------------------------------------------------------------
 
 

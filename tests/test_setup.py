@@ -128,6 +128,15 @@ def test_make_sets_up_once_then_works(copy: Path) -> None:
     assert "pip install" in steps(copy)
 
 
+def test_the_extra_backends_are_installed_only_when_asked_for(copy: Path) -> None:
+    assert make(copy, "test", "PYTHON=./python").returncode == 0
+    assert "llamacpp" not in steps(copy)
+    assert make(copy, "test-extras", "PYTHON=./python").returncode == 0
+    install, tests = steps(copy).splitlines()[-2:]
+    assert install == ".venv/bin/python -m pip install -c constraints.txt -e .[dev,llamacpp,mlx]"
+    assert tests.startswith(".venv/bin/python -m pytest tests/test_llamacpp_")
+
+
 def test_an_interrupted_set_up_starts_over(copy: Path) -> None:
     assert make(copy, "test", "PYTHON=./python", "PIP_FAILS=1").returncode == 2
     assert "pytest" not in steps(copy)

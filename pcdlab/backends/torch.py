@@ -93,6 +93,11 @@ class TorchBackend:
         How trees run. "auto" takes packed where it reproduces plain forward passes, else rows.
     fingerprint : str or None
         Identity of the weights, for prefixes kept on disk.
+
+    Attributes
+    ----------
+    window : int or None
+        Length of the sliding window that some layers have, in tokens.
     """
 
     name = "torch"
@@ -114,6 +119,7 @@ class TorchBackend:
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.max_tokens = _longest(config)
+        self.window = _window(config)
         self._plain_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._use(self._plain_attention)
         self._finish = _find_finish(model, config)
@@ -570,6 +576,12 @@ def _find_finish(model: Any, config: Any) -> Any:
         f"{type(model).__name__} changes its logits after the vocabulary projection in a way this backend does not know; "
         "adding it to _find_finish in pcdlab/backends/torch.py takes one line"
     )
+
+
+def _window(config: Any) -> int | None:
+    """Length of the sliding window that some layers have."""
+    kinds = getattr(config, "layer_types", None)  # configs without it slide in every layer, or in none
+    return getattr(config, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
 
 
 def _longest(config: Any) -> int:
