@@ -403,13 +403,14 @@ def rewrite_costs(codec: Codec, schema: Schema, ways: Mapping[str, Sequence[Rewr
     pandas.DataFrame
         One row per way: ``fields``, ``head`` (prompt tokens in front of a document), ``passes`` (of isolated mode with the
         default scorer, dependencies apart), ``tokens`` (most tree nodes fed behind a document), ``depth`` (mean tokens to tell
-        a label of the rewritten fields apart; of all fields where nothing is rewritten).
+        a label apart, over the fields that some way rewrites).
     """
     rows = {}
+    subject = {item.original.name for rewrites in ways.values() for item in rewrites}
     for name, rewrites in ways.items():
         asked = rewritten(schema, rewrites)
         compiled = compile_schema(codec, asked)
-        changed = {field.name for item in rewrites for field in item.fields} or set(asked.names)
+        changed = subject | {field.name for item in rewrites for field in item.fields}
         open_fields = [item for item in compiled if not item.field.fixed]
         costs = [scorer_cost(item, deciding.resolve("auto", len(item.field.labels))) for item in open_fields]
         depths = [
@@ -455,7 +456,8 @@ def rank_labels(field: Field, texts: Sequence[str]) -> NDArray[np.int64]:
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     parts = label_parts(field)
-    names = [parts[x].name.replace("_", " ") if isinstance(x, str) else Field.json(x) for x in field.labels]
+    words = [parts[x].name.replace("_", " ").strip() if isinstance(x, str) else "" for x in field.labels]
+    names = [word or Field.json(label) for word, label in zip(words, field.labels, strict=True)]
     if not len(texts):
         return np.empty((0, len(names)), dtype=np.int64)
     weigh = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True, lowercase=True)
