@@ -1,10 +1,10 @@
-"""The command line: ``pcdlab run | models | check | report | bench | data | study``.
+"""The command line: ``pcdlab run | models | check | report | bench | data | study | lint``.
 
 Knows options, tables and exit codes; every command is a thin face of a module of the same concern. Refuses to know how
 anything is done, and imports nothing heavy before a command needs it.
 
-Exit codes: 0, 1 (a notebook or a check failed), 2 (bad input: one ``error: …`` line on stderr), 130 (Ctrl-C). What a command
-answers goes to stdout; progress, warnings and errors go to stderr.
+Exit codes: 0, 1 (a notebook or a check failed, lint warns), 2 (bad input: one ``error: …`` line on stderr), 130 (Ctrl-C). What a
+command answers goes to stdout; progress, warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pcdlab
+from pcdlab.cli_lint import lint
 from pcdlab.cli_study import data_app, study
 from pcdlab.errors import ParameterError, PcdlabError, SchemaError
 
@@ -72,6 +73,7 @@ models_app = typer.Typer(
 app.add_typer(models_app)
 app.add_typer(data_app)
 app.command()(study)
+app.command()(lint)
 
 
 def main() -> None:

@@ -11,10 +11,12 @@ A preset file is a JSON object in UTF-8::
       "description": "Decide what an inbound email is.",
       "context": "From: …",
       "schema": {"spam": {"type": "boolean", "description": "…"}},
-      "samples": [{"title": "A newsletter", "context": "From: …"}]
+      "samples": [{"title": "A newsletter", "context": "From: …"}],
+      "constraints": [{"if": {"spam": true}, "then": {"action": ["DROP", "QUARANTINE"]}}]
     }
 
-``schema`` may also be a JSON Schema. ``samples``, more documents for the same schema, may be left out.
+``schema`` may also be a JSON Schema. ``samples``, more documents for the same schema, and ``constraints`` between its fields
+(see :mod:`pcdlab.constraints`) may be left out.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pcdlab.constraints import Constraint, constraints_from_json
 from pcdlab.errors import PresetError
 from pcdlab.schema import Schema, check_text, did_you_mean, json_type, located
 
@@ -38,7 +41,7 @@ PRESETS_FOLDER = Path(__file__).parent.parent / "presets"
 """Where a checkout keeps its presets: next to the package."""
 
 _REQUIRED = ("id", "title", "description", "context", "schema")
-_KEYS = (*_REQUIRED, "samples")
+_KEYS = (*_REQUIRED, "samples", "constraints")
 _SAMPLE_KEYS = ("title", "context")
 
 
@@ -85,6 +88,8 @@ class Preset:
         What is asked of it.
     samples : sequence of Sample, default ()
         More documents for the same schema. Kept as a tuple.
+    constraints : sequence of Constraint, default ()
+        What must hold between its fields. Kept as a tuple.
     path : pathlib.Path or None, default None
         The file it was read from. Does not count when presets are compared.
 
@@ -106,6 +111,7 @@ class Preset:
     context: str
     schema: Schema
     samples: tuple[Sample, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
     path: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +124,13 @@ class Preset:
         if not isinstance(self.samples, tuple | list) or not all(isinstance(item, Sample) for item in self.samples):
             raise PresetError('"samples" must be a tuple or list of pcdlab.presets.Sample')
         object.__setattr__(self, "samples", tuple(self.samples))
+        if not isinstance(self.constraints, tuple | list) or not all(
+            isinstance(item, Constraint) for item in self.constraints
+        ):
+            raise PresetError('"constraints" must be a tuple or list of pcdlab.constraints.Constraint')
+        with located('"constraints"'):  # that they fit the schema
+            constraints_from_json([item.to_json() for item in self.constraints], self.schema)
+        object.__setattr__(self, "constraints", tuple(self.constraints))
 
 
 def list_presets() -> list[Path]:
@@ -270,13 +283,17 @@ def _preset_from_json(data: Any, path: Path) -> Preset:
     samples = data.get("samples", [])
     if not isinstance(samples, list):
         raise PresetError(f'"samples" is {json_type(samples)}; must be an array of {{"title": …, "context": …}}')
+    schema = Schema.of(data["schema"], source='"schema"')
+    with located('"constraints"'):
+        constraints = constraints_from_json(data.get("constraints", []), schema)
     return Preset(
         id=data["id"],
         title=data["title"],
         description=data["description"],
         context=data["context"],
-        schema=Schema.of(data["schema"], source='"schema"'),
+        schema=schema,
         samples=tuple(_sample_from_json(number, item) for number, item in enumerate(samples, start=1)),
+        constraints=constraints,
         path=path,
     )
 
@@ -311,4 +328,6 @@ def _preset_to_json(preset: Preset) -> dict[str, Any]:
     data["schema"] = preset.schema.to_dict()
     if preset.samples:
         data["samples"] = [{"title": sample.title, "context": sample.context} for sample in preset.samples]
+    if preset.constraints:
+        data["constraints"] = [item.to_json() for item in preset.constraints]
     return data

@@ -50,7 +50,7 @@ _SYSTEM, _USER, _ANSWER = "pcdlab-system-text", "pcdlab-user-text", "pcdlab-answ
 
 
 def catalogue(schema: Schema) -> str:
-    """List every key with its description and its allowed values.
+    """List every key with its description and, unless the field is unlisted, its allowed values.
 
     Parameters
     ----------
@@ -68,6 +68,8 @@ def catalogue(schema: Schema) -> str:
 def _entry(field: Field) -> str:
     labels = ", ".join(field.json(label) for label in field.labels)
     values = FIXED.format(labels) if field.fixed else BOOLEAN if field.kind == "boolean" else ENUM.format(labels)
+    if not field.listed:
+        values = ""
     description = " ".join(field.description.split())  # one line per key, whatever the description's layout
     if description and description[-1] not in ".!?:;。！？":
         description += "."

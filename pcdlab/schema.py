@@ -37,7 +37,7 @@ Label = str | bool | int | float | None
 class Field:
     """One question with a closed list of answers.
 
-    Two fields are equal when name, description, dependencies and the JSON text of their labels are equal; Python's own
+    Two fields are equal when name, description, dependencies, listing and the JSON text of their labels are equal; Python's own
     ``True == 1`` does not make ``[true, false]`` the same question as ``[1, 0]``.
 
     Parameters
@@ -50,6 +50,9 @@ class Field:
         What the field means, for the model to read.
     depends_on : sequence of str, default ()
         Names of the fields to be decided before this one. Kept as a tuple.
+    listed : bool, default True
+        Whether the prompt's catalogue names the labels. A long list costs tokens in every prompt; unlisted labels are
+        scored all the same, but the model does not get to read them.
 
     Raises
     ------
@@ -69,6 +72,7 @@ class Field:
     labels: tuple[Label, ...] = field(compare=False)  # compared, and hashed, through _encoded
     description: str = ""
     depends_on: tuple[str, ...] = ()
+    listed: bool = True
     _encoded: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -86,6 +90,8 @@ class Field:
                 raise SchemaError(f"depends_on names {repeated!r} twice; name it once")
             if self.name in depends_on:
                 raise SchemaError("depends_on names the field itself; remove that name")
+            if not isinstance(self.listed, bool):
+                raise SchemaError(f"listed is {json_type(self.listed)}; write true or false")
         object.__setattr__(self, "labels", labels)
         object.__setattr__(self, "depends_on", depends_on)
         object.__setattr__(self, "_encoded", encoded)
@@ -216,8 +222,9 @@ class Schema:
         Parameters
         ----------
         d : mapping
-            ``{name: {"type": "boolean" or "enum", "description": "…", "choices": […], "depends_on": […]}, …}``.
-            ``choices`` belongs to enums alone, where it is required; ``description`` and ``depends_on`` are optional.
+            ``{name: {"type": "boolean" or "enum", "description": "…", "choices": […], "depends_on": […],
+            "listed": true}, …}``. ``choices`` belongs to enums alone, where it is required; the other keys but ``type`` are
+            optional.
         source : str, default "schema"
             What error messages call `d`.
 
@@ -247,9 +254,9 @@ class Schema:
         Closed are: ``"type": "boolean"``, ``"null"`` or both; ``enum`` and ``const`` of scalars; ``anyOf`` or ``oneOf``
         of closed schemas; an ``allOf`` of one; a ``$ref`` into ``#/$defs`` or ``#/definitions``. A property's
         ``description`` (else the one of the definition it refers to) becomes the field's, its ``"x-depends-on"``
-        (names of properties) the dependencies. Every field gets an answer, so ``required``, ``default``, titles and
-        other annotations change nothing and are passed over; a keyword that would change which values are allowed is
-        refused, never ignored.
+        (names of properties) the dependencies, ``"x-listed": false`` keeps its labels out of the catalogue. Every field
+        gets an answer, so ``required``, ``default``, titles and other annotations change nothing and are passed over; a
+        keyword that would change which values are allowed is refused, never ignored.
 
         Parameters
         ----------
@@ -438,7 +445,7 @@ class Schema:
 
 # --- Preset shape ---------------------------------------------------------------------------------------------------
 
-_KEYS = ("type", "description", "choices", "depends_on")
+_KEYS = ("type", "description", "choices", "depends_on", "listed")
 
 
 def _field_from_dict(name: str, spec: Any) -> Field:
@@ -459,7 +466,7 @@ def _field_from_dict(name: str, spec: Any) -> Field:
             raise SchemaError('an enum needs "choices"; list its allowed values')
         labels = (True, False) if kind == "boolean" else _json_array('"choices"', spec["choices"])
         depends_on = _json_array('"depends_on"', spec.get("depends_on", []))
-    return Field(name, tuple(labels), spec.get("description", ""), tuple(depends_on))
+    return Field(name, tuple(labels), spec.get("description", ""), tuple(depends_on), spec.get("listed", True))
 
 
 def _field_to_dict(item: Field) -> dict[str, Any]:
@@ -470,6 +477,8 @@ def _field_to_dict(item: Field) -> dict[str, Any]:
         spec["choices"] = list(item.labels)
     if item.depends_on:
         spec["depends_on"] = list(item.depends_on)
+    if not item.listed:
+        spec["listed"] = False
     return spec
 
 
@@ -534,7 +543,7 @@ def _fields_from_json_schema(root: Any) -> Iterator[Field]:
             labels = _closed_values(node, root, ())
             depends_on = _json_array('"x-depends-on"', node.get("x-depends-on", []))
             description = _description(node, root)
-        yield Field(name, tuple(labels), description, tuple(depends_on))
+        yield Field(name, tuple(labels), description, tuple(depends_on), node.get("x-listed", True))
 
 
 def _closed_values(node: Any, root: Mapping[str, Any], trail: tuple[str, ...]) -> list[Any]:
@@ -649,6 +658,8 @@ def _field_to_json_schema(item: Field) -> dict[str, Any]:
         node["enum"] = list(item.labels)
     if item.depends_on:
         node["x-depends-on"] = list(item.depends_on)
+    if not item.listed:
+        node["x-listed"] = False
     return node
 
 

@@ -125,7 +125,7 @@ def test_a_folder_is_not_a_preset(tmp_path: Path) -> None:
         (data(context=...), ["lacks 'context'", "add it"]),
         (data(id=..., schema=...), ["lacks 'id', 'schema'"]),
         (data(contxt="x"), ["unknown key 'contxt'", "did you mean 'context'", "samples"]),
-        (data(constraints=[]), ["unknown key 'constraints'", "the keys are id"]),
+        (data(answers=[]), ["unknown key 'answers'", "the keys are id"]),
         (data(id=3), ['"id" is integer', "must be a string"]),
         (data(id=" "), ['"id" is empty', "fill it in"]),
         (data(title=None), ['"title" is null']),
