@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicLayer
 
 import pcdlab
 from pcdlab.backends.base import Meter, Reading, check_finite
-from pcdlab.backends.torch_attention import IMPLEMENTATION, Pass, Segment, running
+from pcdlab.backends.torch_attention import IMPLEMENTATION, NothingLeftError, Pass, Segment, running
 from pcdlab.errors import BackendError, ModelError, ParameterError
 from pcdlab.tokentree import Chain, Layout, TokenTree, lay_out
 
@@ -123,6 +123,7 @@ class TorchBackend:
         self._plain_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._use(self._plain_attention)
         self._finish = _find_finish(model, config)
+        self._last_layer: int | None = None  # until a probe has seen it
         self.layout: str = layout
         self.layout_reason = f"asked for: {layout}"
         if layout == "auto":
@@ -197,7 +198,9 @@ class TorchBackend:
             return self._extend_rows(parent, list(tokens))[0]
         n = len(tokens)
         chain = Layout(np.arange(n), np.arange(n), (Chain(0, n, n),), ())
-        self._run(parent, np.asarray(tokens), np.arange(n), now := self._pass(parent, chain, np.arange(n), keep=n))
+        now = self._pass(parent, chain, np.arange(n), keep=n)
+        now.last_layer = self._last_layer  # the rest of that layer would be for readers, and a prefill has none
+        self._run(parent, np.asarray(tokens), np.arange(n), now)
         return self._grown(parent, now)
 
     def read(self, prefix: Any, tree: TokenTree, keep: int = 0) -> Reading:
@@ -260,13 +263,17 @@ class TorchBackend:
         return Pass(layout, prefix.segments, positions, keep)
 
     def _run(self, prefix: Any, tokens: NDArray[np.int64], depths: NDArray[np.int64], now: Pass) -> Tensor:
-        """One packed forward pass; hidden states after the last norm, [n, hidden]."""
+        """One packed forward pass; hidden states after the last norm, [n, hidden], or none if it ends at its `last_layer`."""
         self._check_length(int(now.positions.max()) + 1)
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
         with self._attention(IMPLEMENTATION), running(now):
-            output = self._forward(input_ids=ids[None], position_ids=now.positions[None], use_cache=False)
+            try:
+                output = self._forward(input_ids=ids[None], position_ids=now.positions[None], use_cache=False)
+                states: Tensor = output.last_hidden_state[0]
+            except NothingLeftError:
+                states = torch.empty(0)
         self.meter.count(len(tokens))
-        return output.last_hidden_state[0]
+        return states
 
     def _forward(self, **inputs: Any) -> Any:
         """The model without its vocabulary projection; what the framework raises becomes a BackendError."""
@@ -426,6 +433,7 @@ class TorchBackend:
                 states = self._run(None, tokens[layout.order], tree.depths[layout.order], now)
                 if problem := self._unseen(config, now):
                     return problem
+                self._last_layer = list(now.windows)[-1]  # in the order they ran
                 hidden = states[torch.from_numpy(layout.rows[reads]).to(self.device)]
             else:
                 hidden, _ = self._read_rows(prefix, tree, 2)

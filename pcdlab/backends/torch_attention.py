@@ -25,13 +25,17 @@ from transformers import AttentionInterface
 
 from pcdlab.tokentree import Layout
 
-__all__ = ["IMPLEMENTATION", "Pass", "Segment", "running"]
+__all__ = ["IMPLEMENTATION", "NothingLeftError", "Pass", "Segment", "running"]
 
 IMPLEMENTATION = "pcdlab_tree"  # the name transformers knows this attention function by
 
 SCORE_BYTES = 32 << 20  # most bytes of scores held at once where the fused kernel cannot be used
 
 Mask = Tensor | Literal["causal"] | None
+
+
+class NothingLeftError(Exception):
+    """Raised out of a pass of which only keys and values were wanted, once the last layer's are stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +71,8 @@ class Pass:
         Position of each row, int64, shape [n].
     keep : int
         The first `keep` rows' keys and values are stored in `kept`.
+    last_layer : int or None
+        Where nobody reads the hidden states: the layer whose keys and values are the last thing wanted.
     kept : dict
         Filled during the pass: layer index → (keys, values), each [key-value heads, keep, head dimension].
     windows : dict
@@ -77,6 +83,7 @@ class Pass:
     segments: tuple[Segment, ...]
     positions: Tensor
     keep: int = 0
+    last_layer: int | None = None
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     _masks: dict[Any, Any] = field(default_factory=dict)
@@ -272,6 +279,8 @@ def tree_attention(
     now.windows[layer] = window
     if now.keep:
         now.kept[layer] = (key[0, :, : now.keep].contiguous(), value[0, :, : now.keep].contiguous())
+    if layer == now.last_layer:
+        raise NothingLeftError
 
     q = query[0].unflatten(0, (g, rep))  # [g, rep, n, d]: query heads of one key-value head side by side
     k = key[0].unsqueeze(1).expand(g, rep, n, key.shape[-1])  # no copy: stride 0 over rep
