@@ -924,27 +924,30 @@ def paired(rows: Mapping[str, Comparison], first: str, second: str) -> Figure:
     matplotlib.figure.Figure
         Right of zero the second way is better. In the columns: documents, and those only one of the two has right.
     """
-    height = 0.34 * len(rows) + 1.05
-    figure, axes = plt.subplots(figsize=(7.2, height))
+    names = [_cut(name) for name in rows]
+    left, wide, column, tall = 0.075 * max(map(len, names)) + 0.2, 3.6, 0.8, 0.34 * len(rows)  # inches
+    width, height, foot = left + wide + 3.1 * column, tall + 1.0, 0.55
+    figure = plt.figure(figsize=(width, height))
     plt.close(figure)
+    axes = figure.add_axes((left / width, foot / height, wide / width, tall / height))
+    places = [1 + (i + 0.6) * column / wide for i in range(3)]
     widest = max(0.1, *(max(abs(row.low), abs(row.high)) for row in rows.values())) * 1.05
     for y, row in enumerate(rows.values()):
         axes.plot([row.low, row.high], [y, y], color=BLUE, linewidth=1.8, solid_capstyle="butt")
         axes.plot([row.difference], [y], markersize=6, **LINES[0] | {"linestyle": ""})
-        for place, count in zip((1.1, 1.25, 1.4), (row.n, row.only_a, row.only_b), strict=True):
+        for place, count in zip(places, (row.n, row.only_a, row.only_b), strict=True):
             axes.text(place, y, f"{count:,}", ha="center", va="center", transform=axes.get_yaxis_transform())
-    for place, heading in zip((1.1, 1.25, 1.4), ("n", "only first\nright", "only second\nright"), strict=True):
+    for place, heading in zip(places, ("n", "only first\nright", "only second\nright"), strict=True):
         style: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 8, "color": SOFT}
         axes.text(place, -0.5, heading, transform=axes.get_yaxis_transform(), **style)
     axes.axvline(0, color=INK, linewidth=1)
-    _name_rows(axes, [_cut(name) for name in rows])
+    _name_rows(axes, names)
     axes.set_xlim(-widest, widest)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:+.0f}" if abs(value) > 1e-9 else "0")
     axes.grid(axis="x", color=PALE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"percentage points of accuracy: {second} minus {first}")
-    figure.tight_layout()
     return figure
 
 
