@@ -285,7 +285,11 @@ def test_rates_leave_a_gap_where_a_way_was_not_measured() -> None:
 
 def test_paired_differences() -> None:
     better = Comparison(176, 0.2, 0.5, 0.3, 0.22, 0.38, 3, 56, 1e-9)
-    rows = {"$track$": better, "a_field_with_a_long_name": better, "level": replace(better, n=40, difference=-0.01, low=-0.2, high=0.18)}
+    rows = {
+        "$track$": better,
+        "a_field_with_a_long_name": better,
+        "level": replace(better, n=40, difference=-0.01, low=-0.2, high=0.18),
+    }
     figure = plots.paired(rows, "raw", "corrected")
     texts = shown(figure)
     assert {"$track$", "level", "176", "40", "0", "percentage points of accuracy: corrected minus raw"} <= set(texts)
