@@ -25,16 +25,22 @@ if TYPE_CHECKING:
     from pcdlab.backends.conformance import Check
     from pcdlab.decide import FieldPlan, Plan
     from pcdlab.result import FieldDecision
+    from pcdlab.studies.accuracy import Comparison
 
 __all__ = [
     "candidate_masses",
     "check_table",
+    "confusions",
     "costs",
+    "curves",
     "differences",
     "fault_matrix",
     "label_shares",
     "label_trie",
     "margins",
+    "paired",
+    "rates",
+    "reliability",
     "shifts",
     "token_strip",
     "token_tree",
@@ -815,4 +821,275 @@ def margins(half: Sequence[float], moved: Sequence[float], changed: Sequence[boo
     axes.set_ylabel("total variation")
     figure.legend(loc="lower left", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
+    return figure
+
+
+# --- rates and their intervals ----------------------------------------------------------------------------------------
+
+LINES: tuple[dict[str, Any], ...] = (
+    {"color": BLUE, "linestyle": "-", "marker": "o", "markerfacecolor": BLUE, "markeredgecolor": BLUE},
+    {"color": ORANGE, "linestyle": "--", "marker": "^", "markerfacecolor": ORANGE, "markeredgecolor": INK},
+    {"color": INK, "linestyle": ":", "marker": "s", "markerfacecolor": PAPER, "markeredgecolor": INK},
+    {"color": SKY, "linestyle": "-.", "marker": "D", "markerfacecolor": SKY, "markeredgecolor": INK},
+    {
+        "color": SOFT,
+        "linestyle": (0, (5, 1, 1, 1, 1, 1)),
+        "marker": "v",
+        "markerfacecolor": PALE,
+        "markeredgecolor": INK,
+    },
+)
+MARKS = ("|", "x", "+")
+Rate = tuple[float, float, float]
+
+
+@_styled
+def rates(
+    rows: Mapping[str, Mapping[str, Rate]],
+    label: str,
+    marks: Mapping[str, Mapping[str, float]] | None = None,
+) -> Figure:
+    """Draw rates with their intervals, one row per thing measured and one look per way to measure it.
+
+    Parameters
+    ----------
+    rows : mapping of str to mapping of str to (float, float, float)
+        Row (with its sample size in the name) → way → rate and the ends of its interval, in [0, 1]; at most five ways.
+    label : str
+        What the rates are.
+    marks : mapping of str to mapping of str to float, optional
+        Row → name → a rate to compare with; at most three names.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    ways = list(dict.fromkeys(way for row in rows.values() for way in row))
+    named = list(dict.fromkeys(name for row in (marks or {}).values() for name in row))
+    step = min(0.2, 0.8 / len(ways))
+    foot = 0.25 * (1 + (len(ways) + len(named) > 3))
+    height = max(0.42, 0.16 * len(ways) + 0.12) * len(rows) + 0.65 + foot
+    figure, axes = plt.subplots(figsize=(7.2, height))
+    plt.close(figure)
+    for y, (row, found) in enumerate(rows.items()):
+        for way, (value, low, high) in found.items():
+            at = y + step * (ways.index(way) - (len(ways) - 1) / 2)
+            look = LINES[ways.index(way)]
+            axes.plot([low, high], [at, at], color=look["color"], linewidth=1.6, zorder=2, solid_capstyle="butt")
+            axes.plot([value], [at], markersize=5.5, zorder=3, **look | {"linestyle": ""})
+        for name, value in (marks or {}).get(row, {}).items():
+            style: dict[str, Any] = {"marker": MARKS[named.index(name)], "color": INK, "linestyle": "", "zorder": 1}
+            axes.plot([value], [y], markersize=16 if named.index(name) == 0 else 7, markeredgewidth=1.2, **style)
+        if y:
+            axes.axhline(y - 0.5, color=PALE, linewidth=0.6)
+    _name_rows(axes, [_cut(name, 48) for name in rows])
+    axes.tick_params(axis="y", length=0)
+    _percent(axes, "x")
+    axes.set_xlabel(label)
+    handles = [plt.Line2D([], [], markersize=5.5, **LINES[i] | {"linestyle": "-"}) for i in range(len(ways))]
+    handles += [plt.Line2D([], [], color=INK, linestyle="", marker=MARKS[i], markersize=8) for i in range(len(named))]
+    columns = -(-len(handles) // (2 if len(handles) > 3 else 1))
+    figure.legend(handles, [*ways, *named], loc="lower left", ncols=columns, frameon=False, borderaxespad=0.2)
+    figure.tight_layout(rect=(0, foot / height, 1, 1))
+    return figure
+
+
+def _percent(axes: Axes, which: str) -> None:
+    """Show the whole of an axis of shares, in percent."""
+    ticks = np.linspace(0, 1, 6)
+    names = [f"{100 * tick:.0f} %" for tick in ticks]
+    if which == "x":
+        axes.set_xlim(-0.01, 1.01)
+        axes.set_xticks(ticks, names)
+    else:
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_yticks(ticks, names)
+    axes.grid(axis="x" if which == "x" else "y", color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+@_styled
+def paired(rows: Mapping[str, Comparison], first: str, second: str) -> Figure:
+    """Draw how much better the second of two ways is on the same documents, with intervals.
+
+    Parameters
+    ----------
+    rows : mapping of str to Comparison
+        Row → comparison of way a with way b.
+    first, second : str
+        Names of a and b.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Right of zero the second way is better. In the columns: documents, and those only one of the two has right.
+    """
+    names = [_cut(name) for name in rows]
+    left, wide, column, tall = 0.075 * max(map(len, names)) + 0.2, 3.6, 0.8, 0.34 * len(rows)  # inches
+    width, height, foot = left + wide + 3.1 * column, tall + 1.0, 0.55
+    figure = plt.figure(figsize=(width, height))
+    plt.close(figure)
+    axes = figure.add_axes((left / width, foot / height, wide / width, tall / height))
+    places = [1 + (i + 0.6) * column / wide for i in range(3)]
+    widest = max(0.1, *(max(abs(row.low), abs(row.high)) for row in rows.values())) * 1.05
+    for y, row in enumerate(rows.values()):
+        axes.plot([row.low, row.high], [y, y], color=BLUE, linewidth=1.8, solid_capstyle="butt")
+        axes.plot([row.difference], [y], markersize=6, **LINES[0] | {"linestyle": ""})
+        for place, count in zip(places, (row.n, row.only_a, row.only_b), strict=True):
+            axes.text(place, y, f"{count:,}", ha="center", va="center", transform=axes.get_yaxis_transform())
+    for place, heading in zip(places, ("n", "only first\nright", "only second\nright"), strict=True):
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 8, "color": SOFT}
+        axes.text(place, -0.5, heading, transform=axes.get_yaxis_transform(), **style)
+    axes.axvline(0, color=INK, linewidth=1)
+    _name_rows(axes, names)
+    axes.set_xlim(-widest, widest)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:+.0f}" if abs(value) > 1e-9 else "0")
+    axes.grid(axis="x", color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"percentage points of accuracy: {second} minus {first}")
+    return figure
+
+
+@_styled
+def confusions(panels: Mapping[str, pd.DataFrame]) -> Figure:
+    """Draw right against chosen labels, one panel per way to answer.
+
+    Parameters
+    ----------
+    panels : mapping of str to DataFrame
+        Title → counts, as :func:`pcdlab.studies.accuracy.confusion` gives them; the same labels in each.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A row is one right label, and its shades are shares of that row; what is right lies in the frames.
+    """
+    from matplotlib.patches import Rectangle
+
+    names = [_cut(str(name), 26) for name in next(iter(panels.values())).index]
+    cell = 0.3  # inches
+    side = cell * len(names)
+    left, foot, gap = 0.075 * max(map(len, names)) + 0.35, 0.055 * max(map(len, names)) + 0.5, 0.35
+    width, height = left + len(panels) * (side + gap) + 0.5, side + foot + 0.35
+    figure = plt.figure(figsize=(width, height))
+    plt.close(figure)
+    for place, (title, counts) in enumerate(panels.items()):
+        x = left + place * (side + gap)
+        axes = figure.add_axes((x / width, foot / height, side / width, side / height))
+        matrix = counts.to_numpy()
+        shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        for i, j in np.argwhere(matrix > 0):
+            ink = PAPER if shares[i, j] > 0.55 else INK
+            axes.text(j, i, f"{matrix[i, j]:,}", ha="center", va="center", size=7.5, color=ink)
+        for i in range(len(names)):
+            axes.add_patch(Rectangle((i - 0.47, i - 0.47), 0.94, 0.94, fill=False, edgecolor=ORANGE, linewidth=1.3))
+        axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+        for tick in [*axes.get_xticklabels(), *axes.get_yticklabels()]:
+            tick.set_parse_math(False)
+        axes.tick_params(length=0, labelsize=7.5)
+        axes.set_title(f"{title} (n = {matrix.sum():,})", size=9, loc="left")
+        axes.set_xlabel("chosen")
+        if place == 0:
+            axes.set_ylabel("right")
+    return figure
+
+
+@_styled
+def curves(
+    series: Mapping[str, pd.DataFrame],
+    x_label: str,
+    y_label: str,
+    references: Mapping[str, float] | None = None,
+    log: bool = False,
+    percent: bool = True,
+) -> Figure:
+    """Draw how a number depends on another, with intervals.
+
+    Parameters
+    ----------
+    series : mapping of str to DataFrame
+        Name → columns ``x``, ``value``, and ``low`` and ``high`` where there is an interval; at most five.
+    x_label, y_label : str
+        With units and sample sizes.
+    references : mapping of str to float, optional
+        Name → a value that does not depend on x; at most two.
+    log : bool
+        A logarithmic x axis with a tick at every x.
+    percent : bool
+        Values are shares, and the whole range is shown.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    entries = len(series) + len(references or {})
+    foot = 0.22 * -(-entries // 2) + 0.05
+    height = 3.3 + foot
+    figure, axes = plt.subplots(figsize=(7.2, height))
+    plt.close(figure)
+    places = sorted({float(x) for table in series.values() for x in table["x"]})
+    for number, (name, table) in enumerate(series.items()):
+        look = LINES[number]
+        # Side by side, so that intervals at one x do not hide one another.
+        shift = (number - (len(series) - 1) / 2) * 0.018
+        x = table["x"].to_numpy(dtype=float)
+        x = x * (1 + 1.6 * shift) if log else x + shift * (places[-1] - places[0]) / 4
+        many = len(x) > 20
+        axes.plot(x, table["value"], markersize=5, label=name, zorder=3, **look | ({"marker": ""} if many else {}))
+        if "low" in table and many:
+            axes.fill_between(x, table["low"], table["high"], color=look["color"], alpha=0.18, linewidth=0)
+        elif "low" in table:
+            axes.vlines(x, table["low"], table["high"], color=look["color"], linewidth=1.2, zorder=2)
+    for (name, value), style in zip((references or {}).items(), ((0, (1, 1)), (0, (6, 3))), strict=False):
+        axes.axhline(value, color=SOFT, linewidth=1.2, linestyle=style, label=name, zorder=1)
+    if log:
+        axes.set_xscale("log")
+        axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+        axes.minorticks_off()
+    if percent:
+        _percent(axes, "y")
+    else:
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color=PALE, linewidth=0.6)
+        axes.set_axisbelow(True)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    figure.legend(loc="lower left", ncols=2, frameon=False, borderaxespad=0.2, handlelength=3.2)
+    figure.tight_layout(rect=(0, foot / height, 1, 1))
+    return figure
+
+
+@_styled
+def reliability(panels: Mapping[str, tuple[pd.DataFrame, str]]) -> Figure:
+    """Draw how often answers were right against how sure they were.
+
+    Parameters
+    ----------
+    panels : mapping of str to (DataFrame, str)
+        Title → groups of documents, as :func:`pcdlab.studies.accuracy.accuracy_by_confidence` gives them, and a note that is
+        written below the title.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        On the diagonal probabilities mean what they say; below it they promise too much.
+    """
+    width = 2.6 * len(panels) + 0.5
+    figure, grid = plt.subplots(1, len(panels), figsize=(width, 3.25), sharey=True, squeeze=False)
+    plt.close(figure)
+    for place, (axes, (title, (table, note))) in enumerate(zip(grid[0], panels.items(), strict=True)):
+        axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, linestyle="--", zorder=1)
+        axes.vlines(table["confidence"], table["low"], table["high"], color=BLUE, linewidth=1.6, zorder=2)
+        axes.plot(table["confidence"], table["accuracy"], markersize=5.5, zorder=3, **LINES[0] | {"linestyle": ""})
+        _percent(axes, "x")
+        _percent(axes, "y")
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100 %"])
+        axes.set_title(f"{_cut(title, 36)}\n{note}", size=8.5, loc="left")
+        axes.set_xlabel("mean probability of the answer")
+        if place == 0:
+            axes.set_ylabel("answers that are right")
+    figure.tight_layout(w_pad=1.2)
     return figure

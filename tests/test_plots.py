@@ -11,6 +11,7 @@ from functools import cache
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from pcdlab.compile import CompiledSchema, compile_schema
 from pcdlab.decide import FieldPlan, Wish, decide, plan
 from pcdlab.result import FieldDecision
 from pcdlab.schema import Field, Label, Schema
+from pcdlab.studies.accuracy import Comparison, accuracy_by_confidence
 
 LABELS: dict[str, tuple[Label, ...]] = {
     "one": ("1.0",),
@@ -257,6 +259,89 @@ def test_margins() -> None:
     assert "half the lead of the best label (share; n = 3 decisions)" in texts
     assert {"value kept", "value changed", "moved by half the lead or more: could change"} <= set(texts)
     shown(plots.margins([0.1], [0.0], [False]))
+
+
+# --- rates and their intervals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ways", [1, 3, 5])
+@pytest.mark.parametrize("count", [1, 6])
+def test_rates(ways: int, count: int) -> None:
+    rows = {f"field ${i}$ (n = 40)": {f"way {w}": (0.1 * w + 0.3, 0.0, 1.0) for w in range(ways)} for i in range(count)}
+    marks = {row: {"always the most frequent": 0.5, "blindly": 0.0} for row in rows}
+    figure = plots.rates(rows, "accuracy", marks)
+    texts = shown(figure)
+    assert {*rows, *(f"way {w}" for w in range(ways)), "accuracy", "blindly", "0 %", "100 %"} <= set(texts)
+    dots = {tuple(line.get_xydata()[0]) for line in figure.axes[0].lines if line.get_markersize() == 5.5}
+    assert len(dots) == ways * count
+    shown(plots.rates({"row (n = 1)": {"way": (1.0, 0.2, 1.0)}}, "accuracy"))
+
+
+def test_rates_leave_a_gap_where_a_way_was_not_measured() -> None:
+    rows = {"one (n = 9)": {"a": (0.5, 0.2, 0.8), "b": (0.6, 0.3, 0.9)}, "two (n = 9)": {"b": (0.1, 0.0, 0.4)}}
+    lines = plots.rates(rows, "accuracy").axes[0].lines
+    assert sorted(line.get_xdata()[0] for line in lines if line.get_markersize() == 5.5) == [0.1, 0.5, 0.6]
+
+
+def test_paired_differences() -> None:
+    better = Comparison(176, 0.2, 0.5, 0.3, 0.22, 0.38, 3, 56, 1e-9)
+    rows = {
+        "$track$": better,
+        "a_field_with_a_long_name": better,
+        "level": replace(better, n=40, difference=-0.01, low=-0.2, high=0.18),
+    }
+    figure = plots.paired(rows, "raw", "corrected")
+    texts = shown(figure)
+    assert {"$track$", "level", "176", "40", "0", "percentage points of accuracy: corrected minus raw"} <= set(texts)
+    low, high = figure.axes[0].get_xlim()
+    assert low == -high
+    assert high > 0.38
+    shown(plots.paired({"equal": Comparison(1, 1.0, 1.0, 0.0, 0.0, 0.0, 0, 0, 1.0)}, "a", "b"))
+
+
+@pytest.mark.parametrize("labels", [["yes", "no"], [f"a label with a long name, ${i}$" for i in range(8)]])
+@pytest.mark.parametrize("panels", [1, 2])
+def test_confusions(labels: list[str], panels: int) -> None:
+    counts = pd.DataFrame(np.eye(len(labels), dtype=int) * 11, index=labels, columns=labels)
+    counts.iloc[0, 1] = 7
+    texts = shown(plots.confusions({f"way {i}": counts for i in range(panels)}))
+    assert texts.count("7") == panels
+    assert texts.count("11") == panels * len(labels)
+    assert f"way 0 (n = {counts.to_numpy().sum()})" in texts
+    shown(plots.confusions({"nothing": counts * 0}))
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("count", [1, 5])
+def test_curves(log: bool, count: int) -> None:
+    x = np.array([8.0, 16, 32, 64, 128])
+    table = pd.DataFrame({"x": x, "value": x / 200, "low": x / 300, "high": x / 150})
+    series = {f"way ${i}$": table for i in range(count)}
+    texts = shown(plots.curves(series, "labels", "accuracy (n = 176)", {"raw": 0.2, "most frequent": 0.3}, log=log))
+    assert {*series, "raw", "most frequent", "labels", "accuracy (n = 176)", "100 %"} <= set(texts)
+    assert ("128" in texts) == log
+    shown(plots.curves({"no interval": table[["x", "value"]]}, "labels", "Brier score", percent=False))
+
+
+def test_long_curves_have_bands() -> None:
+    x = np.arange(1, 101)
+    table = pd.DataFrame({"x": x / 100, "value": x / 100, "low": x / 200, "high": np.ones(100)})
+    figure = plots.curves({"all": table}, "share", "found")
+    shown(figure)
+    (band,) = figure.axes[0].collections
+    assert band.get_alpha() is not None
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_reliability(count: int) -> None:
+    shares = np.array([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.5, 0.5]])
+    table = accuracy_by_confidence(shares, np.array([0, 1, 1, 0]), bins=2)
+    panels = {f"way ${i}$": (table, f"ECE 0.{i}, n = 4") for i in range(count)}
+    figure = plots.reliability(panels)
+    texts = shown(figure)
+    assert "way $0$\nECE 0.0, n = 4" in texts
+    points = figure.axes[-1].lines[-1].get_xydata()
+    assert np.allclose(points, table[["confidence", "accuracy"]])
 
 
 def test_the_style_stays_inside() -> None:
