@@ -23,7 +23,7 @@ help:
 	@echo "make reports   run the notebooks into reports/"
 	@echo "make test      run the tests"
 	@echo "make lab       open the notebooks in JupyterLab"
-	@echo "make bench     measure the engines on this machine, for README.md and notebook 07; half an hour"
+	@echo "make bench     measure the engines on this machine, for README.md and notebook 07"
 	@echo "make extras    add the backends that are not part of the set-up: MLX, and llama.cpp, built from source"
 	@echo "make test-extras   run their tests"
 	@echo "make lint      ruff and mypy"

@@ -390,6 +390,13 @@ def print_bench(result: Mapping[str, Any], console: Console) -> None:
         _print_scoring([row for row in rows if "scoring_s" in row], console)
     for name, reason in result["left_out"].items():
         console.print(f"{name} left out: {reason}", style="dim", markup=False)
+    if "sweeps" in result:
+        table = _table("How cost grows", ["what"], ["measured", "aim", ""])
+        for figure in figures(result):
+            table.add_row(figure.name, f"{figure.value:.2f}", figure.aim, "met" if figure.met else "not met")
+        console.print(table)
+        for line in result["sweeps"]["left_out"]:
+            console.print(f"left out: {line}", style="dim", markup=False)
 
 
 def _print_whole(preset: str, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -510,5 +517,5 @@ def _mib(count: int | None) -> str:
 
 
 if __name__ == "__main__":
-    readme = Path(sys.argv[1])
+    readme = Path(sys.argv[1] if len(sys.argv) > 1 else "README.md")
     update_readme(readme, read_bench(readme.parent / "reports" / "bench.json"))

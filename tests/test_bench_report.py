@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pcdlab.bench_report import (
     BEGIN,
@@ -19,6 +20,7 @@ from pcdlab.bench_report import (
     find_bench,
     place,
     points,
+    print_bench,
     read_bench,
     readme_block,
     same_machine,
@@ -107,6 +109,17 @@ def test_figures_need_what_they_are_made_of() -> None:
     for point in off_torch["sweeps"]["points"]:
         point["roofline_s"] = None
     assert len(figures(off_torch)) == 4
+
+
+def test_the_figures_are_printed_with_what_was_left_out() -> None:
+    bench = a_bench()
+    bench["sweeps"]["left_out"] = ["fields from 400 on: too long"]
+    bench["rows"] = []
+    console = Console(width=200, record=True)
+    print_bench(bench, console)
+    text = console.export_text()
+    assert "1,000 labels, head run too ÷ its prompt run plainly" in text
+    assert "left out: fields from 400 on: too long" in text
 
 
 def test_the_tree_against_writing() -> None:
