@@ -272,9 +272,14 @@ def against_writing(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in bench["rows"]:
         cases.setdefault(f"{row['preset']} ({row['fields']} fields, {row['dtype']})", {})[row["engine"]] = row
-    units = {"fields": "fields", "labels": "labels of one field", "document": "document tokens", "batch": "documents"}
+    units = {
+        "fields": "fields",
+        "labels": "labels",
+        "document": "tokens of the document",
+        "batch": "documents in a call",
+    }
     for point in bench.get("sweeps", {}).get("points", []):
-        cases.setdefault(f"{point['x']:,} {units[point['sweep']]}", {})[point["engine"]] = point
+        cases.setdefault(f"{units[point['sweep']]}: {point['x']:,}", {})[point["engine"]] = point
     found = []
     for where, ways in cases.items():
         if not {"tree-cold", "tree-warm", "grammar-ff"} <= ways.keys():

@@ -199,6 +199,7 @@ class _Sweeps:
         if sweep == "labels":
             work = lambda: {"prefill": _seconds(lambda: self.backend.prefill(ids[0]))}  # noqa: E731
             more["prefill_s"] = measure(self.backend, work, lambda s: s, self.runs, SLOW)[1]["median_s"]
+        engine.heads.clear()  # or the memory of an earlier point's head, given back meanwhile, would count against the peak
         note("tree-cold", tree(False), 0, **more)
         note("tree-warm", tree(True), len(prompt.head))
         if x in self.sizes.written.get(sweep, ()) and self.tokenizer is not None:

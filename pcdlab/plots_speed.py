@@ -217,7 +217,7 @@ def floored(shares: Sequence[float], reported: Sequence[float], collided: Sequen
     matplotlib.figure.Figure
     """
     x, y, shared = np.array(shares), np.array(reported), np.array(collided, dtype=bool)
-    figure, axes = plt.subplots(figsize=(5.2, 3.7))
+    figure, axes = plt.subplots(figsize=(7.2, 3.7))
     plt.close(figure)
     axes.plot([0, 1], [0, 1], color=SOFT, linewidth=1, label="reported = found")
     axes.plot([0, 1], [floor, floor], color=SOFT, linewidth=1, linestyle=":", label=f"the floor, {floor:g}")
@@ -235,6 +235,6 @@ def floored(shares: Sequence[float], reported: Sequence[float], collided: Sequen
     axes.set_ylim(0, 1.04)
     axes.set_xlabel(f"share of the first token (n = {len(x)} fields)")
     axes.set_ylabel("confidence reported")
-    figure.legend(loc="lower left", ncols=2, frameon=False)
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.legend(loc="lower left", ncols=4, frameon=False, columnspacing=1.2)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     return figure

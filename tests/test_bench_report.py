@@ -125,7 +125,7 @@ def test_the_figures_are_printed_with_what_was_left_out() -> None:
 def test_the_tree_against_writing() -> None:
     form, labels = against_writing(a_bench())
     assert form == {"where": "p (3 fields, float32)", "passes": 5, "cold": 1.5, "warm": (6.0 - 1.0) / 2.0}
-    assert labels == {"where": "1,000 labels of one field", "passes": 3, "cold": 2 / 3, "warm": 1.5}
+    assert labels == {"where": "labels: 1,000", "passes": 3, "cold": 2 / 3, "warm": 1.5}
     alone = {**a_bench(), "rows": [a_row("tree-cold", 1.0)]}
     assert len(against_writing(alone)) == 1
 

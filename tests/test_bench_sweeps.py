@@ -59,6 +59,12 @@ def test_cold_runs_the_head_and_warm_does_not() -> None:
         assert cold["tokens_fed"] - warm["tokens_fed"] == warm["cached_tokens"] > 0
 
 
+def test_a_head_given_back_meanwhile_does_not_hide_the_peak() -> None:
+    for sweep in ("fields", "labels", "document", "batch"):
+        for cold in (p for p in swept()["points"] if p["sweep"] == sweep and p["engine"] == "tree-cold"):
+            assert cold["peak_bytes"] > at(sweep, cold["x"], "tree-warm")["peak_bytes"] > 0
+
+
 def test_more_is_asked_at_each_larger_point() -> None:
     assert at("fields", 1)["forward_passes"] == at("fields", 9)["forward_passes"] == 2
     for sweep, small, large in (("fields", 1, 9), ("labels", 2, 40), ("batch", 1, 3)):
