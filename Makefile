@@ -15,6 +15,7 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 # After set-up nothing needs the network, and nothing may ask for it behind the user's back.
 OFFLINE := HF_HUB_OFFLINE=1
+PRESETS := fintech_fraud $(filter-out fintech_fraud,$(sort $(basename $(notdir $(wildcard presets/*.json)))))
 
 .PHONY: help setup reports test lab bench extras test-extras lint clean
 
@@ -22,7 +23,7 @@ help:
 	@echo "make reports   run the notebooks into reports/"
 	@echo "make test      run the tests"
 	@echo "make lab       open the notebooks in JupyterLab"
-	@echo "make bench     measure the engines on this machine"
+	@echo "make bench     measure the engines on this machine, for README.md and notebook 07"
 	@echo "make extras    add the backends that are not part of the set-up: MLX, and llama.cpp, built from source"
 	@echo "make test-extras   run their tests"
 	@echo "make lint      ruff and mypy"
@@ -53,7 +54,8 @@ lab: setup
 	$(BIN)/jupyter-lab $(ARGS) notebooks/
 
 bench: setup
-	$(OFFLINE) $(BIN)/pcdlab bench --json reports/bench.json $(ARGS)
+	$(OFFLINE) $(BIN)/pcdlab bench $(PRESETS) --sweeps --json reports/bench.json $(ARGS)
+	$(BIN)/python -m pcdlab.bench_report README.md
 
 # Builds llama.cpp, which takes minutes; pip keeps what it built in its own cache for the next time.
 extras: setup

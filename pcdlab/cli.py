@@ -470,6 +470,9 @@ def bench(
     baselines: Annotated[
         str, typer.Option(metavar="NAMES", help="What to run beside the engine, with commas between; all or none.")
     ] = "all",
+    sweeps: Annotated[
+        bool, typer.Option("--sweeps", help="Also measure how cost grows with fields, labels, documents; minutes more.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the measurements to this file.")
     ] = None,
@@ -481,7 +484,9 @@ def bench(
 
     With `--compare`, exits with 1 where the earlier file is of another machine, model or backend.
     """
-    from pcdlab.bench import BASELINES, compare, print_bench, print_comparison, read_bench, run_bench
+    from pcdlab.bench import BASELINES, run_bench
+    from pcdlab.bench_report import compare, print_bench, print_comparison, read_bench
+    from pcdlab.bench_sweeps import Sizes
 
     if json_file is not None and json_file.is_dir():
         raise ParameterError(f"--json {json_file}: is a folder; name a file")
@@ -490,7 +495,8 @@ def bench(
     earlier = read_bench(compare_file) if compare_file is not None else None  # before minutes of measuring
     wanted = {"all": BASELINES, "none": ()}.get(baselines) or [name for name in baselines.split(",") if name != "none"]
     with _only_answers_on_stdout(), _steps() as say:
-        measured = run_bench(presets or [DEFAULT_PRESET], model, backend, runs, wanted, say)
+        far = Sizes() if sweeps else None
+        measured = run_bench(presets or [DEFAULT_PRESET], model, backend, runs, wanted, say, far)
     if json_file is not None:
         json_file.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     print_bench(measured, _console())

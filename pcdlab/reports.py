@@ -9,12 +9,14 @@ A reports folder holds, for every notebook ``NN_name.ipynb``::
     NN_name.html            the same as one page that needs no other file and no network
     NN_name.failed.ipynb    the last try, if it failed; what an earlier success left stays beside it
     README.md               index of the executed notebooks, for a code host; committed
+    bench*.json             what ``pcdlab bench --json`` measured, for notebooks to draw from; kept as it is; committed
     index.html              index with state, duration and model, to start reading from
     manifest.json           per notebook: parameters, versions, machine, duration
     custom/NAME-…/          the same again, for a run with other parameters than the notebooks' own
 
 An executed notebook carries, as ``pcdlab`` in its metadata, the SHA-256 of its source notebook, the SHA-256 of what
-else it was made from (the package and the presets) and its parameters. When all three still hold, it is not run again.
+else it was made from (the package, the presets, and files its parameters name) and its parameters. When all three still hold,
+it is not run again.
 
 Notebooks run in the interpreter that runs this code, with the folder above the notebooks folder as working directory
 (so ``presets/…`` works) and without the user's IPython profile.
@@ -195,7 +197,7 @@ def run_reports(
         raise ParameterError(f"out is {folder}, the notebooks folder; name another, reports would replace the sources")
 
     inputs = _inputs_sha256(home.parent)
-    stamps = {source.name: _stamp(source, given, inputs) for source in sources}
+    stamps = {source.name: _stamp(source, given, inputs, home.parent) for source in sources}
     with _reserved(folder) as temporary:
         results: dict[str, Result] = {}
         todo: list[Source] = []
@@ -258,8 +260,12 @@ def _inputs_sha256(root: Path) -> str:
     return digest.hexdigest()
 
 
-def _stamp(source: Source, given: Mapping[str, Any], inputs: str) -> dict[str, Any]:
+def _stamp(source: Source, given: Mapping[str, Any], inputs: str, root: Path) -> dict[str, Any]:
     effective = {**source.defaults, **_meant_for(source, given)}
+    named = [root / value for value in effective.values() if isinstance(value, str) and value.endswith(".json")]
+    hashes = [source_sha256(path) for path in named if path.is_file()]
+    if hashes:
+        inputs = hashlib.sha256("".join([inputs, *hashes]).encode()).hexdigest()
     as_json = json.loads(json.dumps(effective, default=repr))  # as it reads back from a notebook's metadata
     return {"inputs_sha256": inputs, "parameters": as_json, "source_sha256": source.sha256}
 

@@ -13,7 +13,9 @@ from brute_force import engine
 from rich.console import Console
 
 from pcdlab import bench
-from pcdlab.bench import compare, print_bench, print_comparison, read_bench, run_bench
+from pcdlab.bench import run_bench
+from pcdlab.bench_measure import peak_bytes
+from pcdlab.bench_report import compare, print_bench, print_comparison, read_bench
 from pcdlab.errors import ParameterError
 
 KEYS = {
@@ -53,7 +55,7 @@ def test_peak_bytes_sees_what_was_alive_at_once() -> None:
             b = a + 1  # 4 MB more, then both go
             del a, b
 
-    assert 8_000_000 <= bench._peak_bytes(work) < 9_000_000
+    assert 8_000_000 <= peak_bytes(work) < 9_000_000
 
 
 def test_a_bench_has_the_promised_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,8 @@ def test_a_bench_has_the_promised_rows(tmp_path: Path, monkeypatch: pytest.Monke
     for row in rows.values():
         assert row.keys() >= KEYS
         assert (row["fields"], row["runs"]) == (4, 1)
-        assert row["peak_bytes"] > 0
+        written = row["engine"] in {"grammar", "grammar-ff", "grammar-text", "prompt-only"}
+        assert (row["peak_bytes"] is None) if written else (row["peak_bytes"] > 0)
         assert 0 < sum(row["seconds"].values()) <= row["median_s"]
         assert (row["roofline_ratio"] is not None) == (row["engine"] in ("tree-cold", "tree-warm", "joint"))
     assert (rows["tree-cold"]["forward_passes"], rows["tree-warm"]["forward_passes"]) == (2, 1)
@@ -95,6 +98,16 @@ def test_only_the_baselines_that_were_asked_for(tmp_path: Path, monkeypatch: pyt
     assert [row["engine"] for row in one["rows"]][3:] == ["grammar-ff"]
     with pytest.raises(ParameterError, match="--baselines fast: choose among rows, grammar"):
         run_bench(["no such preset"], "tiny", baselines=["fast"])
+
+
+def test_sweeps_and_race_come_along_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run_sweeps", lambda engine, runs, sizes, report: {"sizes": sizes})
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(PRESET), encoding="utf-8")
+    monkeypatch.setattr(bench.models, "load", lambda *_: (engine("qwen").backend, engine("qwen").codec))
+    result = run_bench([str(path)], "tiny", runs=1, baselines=(), sweeps="few")  # type: ignore[arg-type]
+    assert result["sweeps"] == {"sizes": "few"}
+    assert (result["race"]["preset"], result["race"]["fields"]) == ("tiny", 4)
 
 
 def test_what_a_tokenizer_does_not_have_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +208,7 @@ def test_files_that_are_no_bench_are_refused(tmp_path: Path) -> None:
     assert read_bench(path) == a_bench()
     for content in ("{", "[]", '{"rows": [{}], "machine": {}}', '{"rows": []}'):
         path.write_text(content, encoding="utf-8")
-        with pytest.raises(ParameterError, match=r"--compare .*b\.json: no result of a bench"):
+        with pytest.raises(ParameterError, match=r"b\.json: no result of a bench"):
             read_bench(path)
     with pytest.raises(ParameterError, match="No such file"):
         read_bench(tmp_path / "missing.json")

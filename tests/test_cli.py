@@ -273,22 +273,28 @@ def test_report_draws_bars_on_a_terminal(run: Any) -> None:
 
 
 def bench_module(monkeypatch: pytest.MonkeyPatch, reasons: list[str]) -> dict[str, Any]:
-    """Put a stand-in in place of the module that measures; returns what it was asked."""
+    """Put stand-ins in place of the modules that measure; returns what they were asked."""
     module: Any = types.ModuleType("pcdlab.bench")
+    told: Any = types.ModuleType("pcdlab.bench_report")
+    sweeps: Any = types.ModuleType("pcdlab.bench_sweeps")
     asked: dict[str, Any] = {}
 
-    def run_bench(presets: Any, model: str, backend: str, runs: int, baselines: Any, report: Any) -> dict[str, Any]:
-        asked.update(presets=presets, model=model, backend=backend, runs=runs, baselines=list(baselines))
+    def run_bench(
+        presets: Any, model: str, backend: str, runs: int, baselines: Any, report: Any, sweeps: Any
+    ) -> dict[str, Any]:
+        asked.update(presets=presets, model=model, backend=backend, runs=runs, baselines=list(baselines), sweeps=sweeps)
         report(f"{presets[0]} on {model}")
         return {"machine": {}, "rows": [{"engine": "tree-cold", "median_s": 0.5}] * runs}
 
     module.BASELINES = ("rows", "grammar")
     module.run_bench = run_bench
-    module.print_bench = lambda measured, console: console.print(len(measured["rows"]))
-    module.read_bench = lambda path: json.loads(path.read_text())
-    module.compare = lambda old, new: {"reasons": reasons, "rows": [old, new]}
-    module.print_comparison = lambda changes, console: console.print(f"{len(changes['rows'])} compared")
-    monkeypatch.setitem(sys.modules, "pcdlab.bench", module)
+    told.print_bench = lambda measured, console: console.print(len(measured["rows"]))
+    told.read_bench = lambda path: json.loads(path.read_text())
+    told.compare = lambda old, new: {"reasons": reasons, "rows": [old, new]}
+    told.print_comparison = lambda changes, console: console.print(f"{len(changes['rows'])} compared")
+    sweeps.Sizes = lambda: "all sizes"
+    for stand_in in (module, told, sweeps):
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     return asked
 
 
@@ -299,7 +305,10 @@ def test_bench(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 3
     assert asked == {
         "presets": ["p", "q"], "model": "m", "backend": "torch", "runs": 3, "baselines": ["rows", "grammar"],
+        "sweeps": None,
     }  # fmt: skip
+    run("bench", "--sweeps")
+    assert asked["sweeps"] == "all sizes"
     run("bench", "--backend", "mlx", "--baselines", "grammar")
     assert (asked["presets"], asked["backend"], asked["baselines"]) == (["fintech_fraud"], "mlx", ["grammar"])
     run("bench", "--baselines", "none")
