@@ -27,14 +27,18 @@ if TYPE_CHECKING:
     from pcdlab.result import FieldDecision
 
 __all__ = [
+    "agreement_matrix",
     "candidate_masses",
     "check_table",
     "costs",
     "differences",
     "fault_matrix",
+    "histograms",
     "label_shares",
     "label_trie",
+    "length_bias",
     "margins",
+    "rates",
     "shifts",
     "token_strip",
     "token_tree",
@@ -815,4 +819,162 @@ def margins(half: Sequence[float], moved: Sequence[float], changed: Sequence[boo
     axes.set_ylabel("total variation")
     figure.legend(loc="lower left", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
+    return figure
+
+
+# --- ways to ask ------------------------------------------------------------------------------------------------------
+
+
+@_styled
+def rates(
+    rows: Mapping[str, Mapping[str, tuple[float, float, float]]], label: str, chance: Mapping[str, float] | None = None
+) -> Figure:
+    """Draw rates with their intervals, a line of the chart per row and a mark per series.
+
+    Parameters
+    ----------
+    rows : mapping of str to mapping of str to (float, float, float)
+        Row → series → rate, low and high end of its interval, all in [0, 1]; at most four series, the same ones in each row.
+    label : str
+        What the rates are, with their number of documents.
+    chance : mapping of str to float, optional
+        Row → the rate of choosing blindly, drawn as a bar across the row.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    names = list(rows)
+    series = list(next(iter(rows.values())))
+    height, foot = (0.15 * len(series) + 0.16) * len(names) + 0.95, 0.35
+    figure, axes = plt.subplots(figsize=(7.2, height))
+    plt.close(figure)
+    for y, name in enumerate(names):
+        if chance and name in chance:
+            axes.plot([chance[name]] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=2, zorder=1)
+        for place, (one, look) in enumerate(zip(series, SERIES, strict=False)):
+            rate, low, high = rows[name][one]
+            at = y + 0.62 * ((place + 0.5) / len(series) - 0.5)
+            axes.plot([low, high], [at, at], color=look["edgecolor"], linewidth=1.4, zorder=2)
+            axes.scatter([rate], [at], s=30, linewidth=0.8, zorder=3, **look)
+    _name_rows(axes, [_cut(name, 44) for name in names])
+    seen = [value for row in rows.values() for triple in row.values() for value in triple]
+    axes.set_xlim(-0.01, min(1.01, 1.08 * max(0.05, *seen, *(chance or {"": 0.0}).values())))
+    axes.set_xlabel(label)
+    axes.grid(axis="x", color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", length=0)
+    handles: list[Any] = [
+        plt.Line2D([], [], linestyle="", marker=s["marker"], color=s["facecolor"], markeredgecolor=s["edgecolor"])
+        for s in SERIES[: len(series)]
+    ]
+    if chance:
+        handles.append(plt.Line2D([], [], linestyle="", marker="|", color=INK, markersize=10, markeredgewidth=2))
+    texts = [*series, *(["choosing blindly"] if chance else [])]
+    figure.legend(handles, texts, loc="lower left", ncols=len(handles), frameon=False)
+    figure.tight_layout(rect=(0, foot / height, 1, 1))
+    return figure
+
+
+@_styled
+def length_bias(panels: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figure:
+    """Draw how a label's score hangs on its length, one panel per way to score, with the least-squares line.
+
+    Parameters
+    ----------
+    panels : mapping of str to (sequence of float, sequence of float)
+        Title → tokens of each label, and its mean score over documents, natural logarithm.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    size = (2.75 * len(panels) + 0.3, 2.5)
+    figure, grid = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+    plt.close(figure)
+    for axes, (title, (tokens, values)) in zip(grid[0], panels.items(), strict=True):
+        x, y = np.asarray(tokens, dtype=float), np.asarray(values, dtype=float)
+        axes.scatter(x, y, s=14, facecolor=SKY, edgecolor=BLUE, linewidth=0.6, zorder=2)
+        slope = "all of one length"
+        if np.ptp(x):
+            fit = np.polyfit(x, y, 1)
+            ends = np.array([x.min(), x.max()])
+            axes.plot(ends, np.polyval(fit, ends), color=INK, linewidth=1.4, zorder=3)
+            slope = f"{fit[0]:+.2f} nats a token"
+        axes.set_title(f"{title}\n{slope}", size=8.5, loc="left")
+        axes.set_xlabel("tokens of the line")
+        axes.set_xticks(np.unique(x) if len(np.unique(x)) <= 6 else np.linspace(x.min(), x.max(), 4).round())
+        axes.grid(axis="y", color=PALE, linewidth=0.6)
+        axes.set_axisbelow(True)
+    grid[0][0].set_ylabel("mean score of a label (nats)")
+    figure.tight_layout(w_pad=1.2)
+    return figure
+
+
+@_styled
+def agreement_matrix(shares: pd.DataFrame) -> Figure:
+    """Draw how often ways to answer give the same answer.
+
+    Parameters
+    ----------
+    shares : pandas.DataFrame, shape (ways, ways)
+        Share of fields with the same answer, in [0, 1]; index and columns name the ways.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    from matplotlib.patches import Rectangle
+
+    names = [_cut(str(name), 28) for name in shares.index]
+    cell, left = 0.52, 0.075 * max(map(len, names)) + 0.2
+    top = 0.056 * max(map(len, names)) + 0.2
+    side = len(names) * cell
+    width, height = left + side + 0.075 * max(map(len, names)), top + side + 0.1
+    figure, axes = _canvas(width, height)
+    axes.set_xlim(-left / cell, (width - left) / cell)
+    axes.set_ylim(len(names) + 0.1 / cell, -top / cell)
+    for y, name in enumerate(names):
+        axes.text(-0.15, y + 0.5, name, ha="right", va="center", size=POINTS)
+        axes.text(y + 0.45, -0.2, name, rotation=45, ha="left", va="bottom", size=POINTS, rotation_mode="anchor")
+        for x, value in enumerate(shares.iloc[y].tolist()):
+            # White at full agreement, dark where nothing agrees: differences are what is looked for.
+            colour = "#" + "".join(f"{round(255 + (end - 255) * (1 - value)):02x}" for end in (0x0B, 0x3C, 0x6E))
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor=PALE, linewidth=0.6))
+            ink = INK if 1 - value < 0.5 else PAPER
+            axes.text(x + 0.5, y + 0.5, f"{value:.0%}", ha="center", va="center", size=POINTS, color=ink)
+    return figure
+
+
+@_styled
+def histograms(panels: Mapping[str, Sequence[int]], label: str) -> Figure:
+    """Draw how often each whole number occurs, one panel per group, on one scale.
+
+    Parameters
+    ----------
+    panels : mapping of str to sequence of int
+        Title → numbers.
+    label : str
+        What they are.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    numbers = [n for values in panels.values() for n in values]
+    figure, grid = plt.subplots(1, len(panels), figsize=(2.9 * len(panels) + 0.4, 2.1), sharex=True, squeeze=False)
+    plt.close(figure)
+    for axes, (title, values) in zip(grid[0], panels.items(), strict=True):
+        found, times = np.unique(np.asarray(values, dtype=int), return_counts=True)
+        axes.bar(found, times, width=0.72, color=BLUE)
+        for at, count in zip(found.tolist(), times.tolist(), strict=True):
+            axes.text(at, count, f"{count}", ha="center", va="bottom", size=7.5)
+        axes.set_title(f"{title}\nmedian {np.median(values):g}, n = {len(values)}", size=8.5, loc="left")
+        axes.set_xlim(min(numbers) - 0.8, max(numbers) + 0.8)
+        axes.set_xticks(range(min(numbers), max(numbers) + 1, max(1, (max(numbers) - min(numbers)) // 6)))
+        axes.set_ylim(0, 1.18 * max(times))
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel(label)
+    figure.tight_layout(w_pad=1.2)
     return figure

@@ -11,6 +11,7 @@ from functools import cache
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -257,6 +258,38 @@ def test_margins() -> None:
     assert "half the lead of the best label (share; n = 3 decisions)" in texts
     assert {"value kept", "value changed", "moved by half the lead or more: could change"} <= set(texts)
     shown(plots.margins([0.1], [0.0], [False]))
+
+
+@pytest.mark.parametrize("series", [["raw"], ["raw", "corrected"], ["a", "b", "c", "d"]])
+def test_rates(series: list[str]) -> None:
+    rows = {f"a way to ask that goes on and on, number ${i}$ of four": dict.fromkeys(series, (0.1 * i, 0.05 * i, 0.2 * i))
+            for i in range(4)}  # fmt: skip
+    chance = dict.fromkeys(rows, 0.125)
+    figure = plots.rates(rows, "accuracy (n = 64 documents)", chance)
+    assert {*series, "choosing blindly", "accuracy (n = 64 documents)"} <= set(shown(figure))
+    places = {tuple(map(float, dot.get_offsets()[0])) for dot in figure.axes[0].collections}
+    assert len(places) == 4 * len(series)
+    low, high = figure.axes[0].get_xlim()
+    assert all(low < x < high for x, _ in places)
+    shown(plots.rates({"nothing right": {"raw": (0.0, 0.0, 0.0)}}, "accuracy"))
+
+
+def test_the_slope_of_scores_on_lengths() -> None:
+    panels = {"sum": ([2, 3, 4], [-4.0, -6.0, -8.0]), "length": ([2, 2], [1.0, 2.0]), "many": (range(20), np.zeros(20))}
+    texts = shown(plots.length_bias(panels))
+    assert {"sum\n-2.00 nats a token", "length\nall of one length"} <= set(texts)
+
+
+def test_the_agreement_matrix() -> None:
+    names = ["isolated", "a way with a name that is $rather$ long"]
+    texts = shown(plots.agreement_matrix(pd.DataFrame([[1.0, 0.25], [0.25, 1.0]], names, names)))
+    assert texts.count("25%") == 2
+    assert texts.count("100%") == 2
+
+
+def test_histograms() -> None:
+    texts = shown(plots.histograms({"tickets": [2, 2, 3, 9], "one": [4]}, "passes"))
+    assert {"tickets\nmedian 2.5, n = 4", "one\nmedian 4, n = 1"} <= set(texts)
 
 
 def test_the_style_stays_inside() -> None:
