@@ -44,7 +44,7 @@ __all__ = [
     "save_bank",
 ]
 
-SHIPPED = ("talks", "tickets")
+SHIPPED = ("goods", "talks", "tickets")
 """Banks written for this project and committed with it."""
 
 _CHECKOUT = Path(__file__).parent.parent

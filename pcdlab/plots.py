@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pcdlab.studies.accuracy import Comparison
 
 __all__ = [
+    "agreement_matrix",
     "candidate_masses",
     "check_table",
     "confusions",
@@ -35,8 +36,10 @@ __all__ = [
     "curves",
     "differences",
     "fault_matrix",
+    "histograms",
     "label_shares",
     "label_trie",
+    "length_bias",
     "margins",
     "paired",
     "rates",
@@ -1091,5 +1094,112 @@ def reliability(panels: Mapping[str, tuple[pd.DataFrame, str]]) -> Figure:
         axes.set_xlabel("mean probability of the answer")
         if place == 0:
             axes.set_ylabel("answers that are right")
+    figure.tight_layout(w_pad=1.2)
+    return figure
+
+
+# --- ways to ask ------------------------------------------------------------------------------------------------------
+
+
+@_styled
+def length_bias(panels: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figure:
+    """Draw how a label's score hangs on its length, one panel per way to score, with the least-squares line.
+
+    Parameters
+    ----------
+    panels : mapping of str to (sequence of float, sequence of float)
+        Title → tokens of each label, and its mean score over documents, natural logarithm.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    size = (2.75 * len(panels) + 0.3, 2.5)
+    figure, grid = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+    plt.close(figure)
+    for axes, (title, (tokens, values)) in zip(grid[0], panels.items(), strict=True):
+        x, y = np.asarray(tokens, dtype=float), np.asarray(values, dtype=float)
+        axes.scatter(x, y, s=14, facecolor=SKY, edgecolor=BLUE, linewidth=0.6, zorder=2)
+        slope = "all of one length"
+        if np.ptp(x):
+            fit = np.polyfit(x, y, 1)
+            ends = np.array([x.min(), x.max()])
+            axes.plot(ends, np.polyval(fit, ends), color=INK, linewidth=1.4, zorder=3)
+            slope = f"{fit[0]:+.2f} nats a token"
+        axes.set_title(f"{title}\n{slope}", size=8.5, loc="left")
+        axes.set_xlabel("tokens of the line")
+        axes.set_xticks(np.unique(x) if len(np.unique(x)) <= 6 else np.linspace(x.min(), x.max(), 4).round())
+        axes.grid(axis="y", color=PALE, linewidth=0.6)
+        axes.set_axisbelow(True)
+    grid[0][0].set_ylabel("mean score of a label (nats)")
+    figure.tight_layout(w_pad=1.2)
+    return figure
+
+
+@_styled
+def agreement_matrix(shares: pd.DataFrame) -> Figure:
+    """Draw how often ways to answer give the same answer.
+
+    Parameters
+    ----------
+    shares : pandas.DataFrame, shape (ways, ways)
+        Share of fields with the same answer, in [0, 1]; index and columns name the ways.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    from matplotlib.patches import Rectangle
+
+    names = [_cut(str(name), 28) for name in shares.index]
+    cell, left = 0.52, 0.075 * max(map(len, names)) + 0.2
+    top = 0.056 * max(map(len, names)) + 0.2
+    side = len(names) * cell
+    width, height = left + side + 0.075 * max(map(len, names)), top + side + 0.1
+    figure, axes = _canvas(width, height)
+    axes.set_xlim(-left / cell, (width - left) / cell)
+    axes.set_ylim(len(names) + 0.1 / cell, -top / cell)
+    for y, name in enumerate(names):
+        axes.text(-0.15, y + 0.5, name, ha="right", va="center", size=POINTS)
+        axes.text(y + 0.45, -0.2, name, rotation=45, ha="left", va="bottom", size=POINTS, rotation_mode="anchor")
+        for x, value in enumerate(shares.iloc[y].tolist()):
+            # White at full agreement, dark where nothing agrees: differences are what is looked for.
+            colour = "#" + "".join(f"{round(255 + (end - 255) * (1 - value)):02x}" for end in (0x0B, 0x3C, 0x6E))
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor=PALE, linewidth=0.6))
+            ink = INK if 1 - value < 0.5 else PAPER
+            axes.text(x + 0.5, y + 0.5, f"{value:.0%}", ha="center", va="center", size=POINTS, color=ink)
+    return figure
+
+
+@_styled
+def histograms(panels: Mapping[str, Sequence[int]], label: str) -> Figure:
+    """Draw how often each whole number occurs, one panel per group, on one scale.
+
+    Parameters
+    ----------
+    panels : mapping of str to sequence of int
+        Title → numbers.
+    label : str
+        What they are.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    numbers = [n for values in panels.values() for n in values]
+    figure, grid = plt.subplots(1, len(panels), figsize=(2.9 * len(panels) + 0.4, 2.1), sharex=True, squeeze=False)
+    plt.close(figure)
+    for axes, (title, values) in zip(grid[0], panels.items(), strict=True):
+        found, times = np.unique(np.asarray(values, dtype=int), return_counts=True)
+        axes.bar(found, times, width=0.72, color=BLUE)
+        for at, count in zip(found.tolist(), times.tolist(), strict=True):
+            axes.text(at, count, f"{count}", ha="center", va="bottom", size=7.5)
+        axes.set_title(f"{title}\nmedian {np.median(values):g}, n = {len(values)}", size=8.5, loc="left")
+        axes.set_xlim(min(numbers) - 0.8, max(numbers) + 0.8)
+        axes.set_xticks(range(min(numbers), max(numbers) + 1, max(1, (max(numbers) - min(numbers)) // 6)))
+        axes.set_ylim(0, 1.18 * max(times))
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel(label)
     figure.tight_layout(w_pad=1.2)
     return figure

@@ -16,7 +16,9 @@ from pcdlab.bank_sources import SOURCES, get_bank, html_to_text, import_bank, im
 from pcdlab.banks import SHIPPED, Bank, Document, list_banks, load_bank, save_bank
 from pcdlab.cli import app
 from pcdlab.errors import BankError, ParameterError, SchemaError
+from pcdlab.presets import load_preset
 from pcdlab.schema import Field, Schema
+from pcdlab.studies.rewrites import two_level
 
 ABOUT = {
     "id": "mail", "title": "Mail", "description": "", "synthetic": True, "licence": "Apache-2.0", "citation": "This test",
@@ -154,8 +156,19 @@ def test_the_shipped_banks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = load_bank(name)
     assert bank.id == name
     assert bank.synthetic
-    assert len(bank) >= 100
+    assert len(bank) >= 60
     assert all(field.description for field in bank.schema)
+
+
+def test_the_goods_are_those_of_the_preset_and_each_is_in_one_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.setattr(banks, "_CHECKOUT", root)
+    (field,) = load_bank("goods").schema
+    assert field == load_preset(root / "presets/tariff_router.json").schema[field.name]
+    sections = json.loads((root / "data/goods/sections.json").read_text(encoding="utf-8"))
+    assert len(two_level(field, sections).fields) == 1 + len(sections)
+    right = [item.gold[field.name] for item in load_bank("goods")]
+    assert len(set(right)) == len(right)
 
 
 # --- public sources ---------------------------------------------------------------------------------------------------

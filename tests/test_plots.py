@@ -348,3 +348,21 @@ def test_the_style_stays_inside() -> None:
     before = dict(mpl.rcParams)
     plots.costs({"only": {"seconds": 1.0}})
     assert dict(mpl.rcParams) == before
+
+
+def test_the_slope_of_scores_on_lengths() -> None:
+    panels = {"sum": ([2, 3, 4], [-4.0, -6.0, -8.0]), "length": ([2, 2], [1.0, 2.0]), "many": (range(20), np.zeros(20))}
+    texts = shown(plots.length_bias(panels))
+    assert {"sum\n-2.00 nats a token", "length\nall of one length"} <= set(texts)
+
+
+def test_the_agreement_matrix() -> None:
+    names = ["isolated", "a way with a name that is $rather$ long"]
+    texts = shown(plots.agreement_matrix(pd.DataFrame([[1.0, 0.25], [0.25, 1.0]], names, names)))
+    assert texts.count("25%") == 2
+    assert texts.count("100%") == 2
+
+
+def test_histograms() -> None:
+    texts = shown(plots.histograms({"tickets": [2, 2, 3, 9], "one": [4]}, "passes"))
+    assert {"tickets\nmedian 2.5, n = 4", "one\nmedian 4, n = 1"} <= set(texts)
