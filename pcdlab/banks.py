@@ -1,4 +1,4 @@
-"""Labelled data: documents, the labels people gave them, and the schema these labels belong to.
+"""Labelled data: documents, their right labels, and the schema these labels belong to.
 
 Knows the bank format and where banks lie. Refuses to know where the data come from, models and decisions.
 
@@ -60,7 +60,7 @@ class Document(pydantic.BaseModel):
         Unique in its bank.
     text : str
     gold : dict of str to label
-        Field → the label people gave; None for a field none of whose labels is right. Other fields were not labelled.
+        Field → the right label; None for a field none of whose labels is right. Other fields were not labelled.
     note : str
         What a reader should know about the labels.
     """

@@ -172,6 +172,8 @@ class _Sweeps:
         engine = self.engine
         prompt = engine.prompt(schema)
         ids = [prompt.ids(text) for text in texts]
+        if (longest := max(map(len, ids))) > self.backend.max_tokens:
+            raise ContextLengthError(f"{longest} prompt tokens do not fit the model's {self.backend.max_tokens}")
         at = len(ids[0]) - len(prompt.ids("")) if sweep == "document" else x
 
         def tree(warm: bool) -> Callable[[], dict[str, float]]:

@@ -26,7 +26,7 @@ from pcdlab.errors import ContextLengthError, ParameterError, PcdlabError
 from pcdlab.heads import HeadCache
 from pcdlab.prompt import Prompt
 from pcdlab.result import Extraction, FieldDecision, Stats
-from pcdlab.schema import Schema
+from pcdlab.schema import Field, Schema
 from pcdlab.tokenizer import Codec
 from pcdlab.tokentree import join
 
@@ -288,14 +288,29 @@ class Engine:
             raise ParameterError(f"mode={mode!r} is unknown; choose 'isolated' or 'joint'")
         if calibrator is not None:
             asked = {"model": self.backend.model, "mode": mode, "scorer": scorer, "normalise": normalise}
-            for key, value in asked.items():
-                if calibrator.made_with.get(key, value) != value:
-                    raise ParameterError(
-                        f"calibrator: it was fitted on scores with {key} {calibrator.made_with[key]!r}, and this is {key} "
-                        f"{value!r}; fit one on such scores, or ask as it was fitted"
-                    )
+            self._check_calibrator(calibrator, Schema.of(schema), asked)
         job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode, calibrator)
         return self._batches(job, texts, errors, tokens_per_pass)
+
+    @staticmethod
+    def _check_calibrator(calibrator: Calibration, schema: Schema, asked: Mapping[str, str]) -> None:
+        """Refuse a calibrator of other labels, or of scores made in another way; number formats are not compared."""
+        for name in set(schema.names) & set(calibrator.labels):
+            ours, theirs = schema[name].labels, calibrator.labels[name]
+            if [*map(Field.json, ours)] != [*map(Field.json, theirs)]:
+                raise ParameterError(
+                    f"calibrator: field {name!r} has the labels {list(ours)}, it was fitted on {list(theirs)}; fit one on these"
+                )
+            for key, value in asked.items():
+                made = calibrator.made_with.get(key, value)
+                same = made == value
+                if key == "scorer":  # two words may mean the same
+                    same = deciding.resolve(made, len(ours)) == deciding.resolve(value, len(ours))
+                if not same:
+                    raise ParameterError(
+                        f"calibrator: it was fitted on scores with {key} {made!r}, and this is {key} {value!r}; fit one on such "
+                        "scores, or ask as it was fitted"
+                    )
 
     @staticmethod
     def _batches(job: _Job, texts: Iterable[str], errors: str, tokens_per_pass: int) -> Iterator[Any]:

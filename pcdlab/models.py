@@ -252,6 +252,10 @@ def load(name: str | os.PathLike[str], backend: str = "torch", dtype: str = "aut
         from pcdlab.backends.torch import TorchBackend
 
         loaded = TorchBackend.load(folder, dtype)
+    # Not the folder's: the Hub's cache names folders by commit.
+    loaded.model = (
+        spec.alias if spec else folder.resolve().name if Path(name).expanduser().is_dir() else os.fspath(name)
+    )
     from pcdlab.tokenizer import HFCodec
 
     return loaded, HFCodec.load(folder, spec.template_options if spec else {})

@@ -461,7 +461,7 @@ def test_out_of_scope_by_hand() -> None:
         {
             "field": ["t", "t", "t", "t", "t", "t", "u"],
             "candidate_mass": [0.1, 0.2, 0.3, 0.9, 0.95, np.nan, 0.0],
-            "gold": ["none of them", "a", "none of them", "b", None, "a", "a"],
+            "gold": [None, "a", None, "b", None, "a", "a"],
             "out_of_scope": [True, False, True, False, False, False, False],
         }
     )

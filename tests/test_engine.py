@@ -633,7 +633,7 @@ def test_a_calibrator_of_other_scores_is_refused(made_with: dict[str, str]) -> N
 
 def test_a_calibrator_of_other_labels_is_refused() -> None:
     other = Schema((Field("urgent", ("yes", "no")),))
-    with pytest.raises(ParameterError, match="'urgent' has the labels"):
+    with pytest.raises(ParameterError, match="calibrator: field 'urgent' has the labels"):
         engine("qwen").extract(DOCUMENT, SCHEMA, calibrator=shifted(other, {"urgent": np.zeros(2)}))
 
 

@@ -699,9 +699,10 @@ def calibrated_run(
 
 
 def out_of_scope_of_run(run: Run, name: str) -> dict[str, float]:
-    """:func:`out_of_scope_auroc` of the candidate mass of one field, over the documents of a run that people judged."""
+    """:func:`out_of_scope_auroc` of the candidate mass of one field, over the labelled documents of a run."""
     frame = run.frame()
-    rows = frame[(frame["field"] == name) & frame["candidate_mass"].notna() & frame["gold"].notna()]
+    labelled = frame["gold"].notna() | frame["out_of_scope"]
+    rows = frame[(frame["field"] == name) & frame["candidate_mass"].notna() & labelled]
     return out_of_scope_auroc(
         rows["candidate_mass"].to_numpy(dtype=np.float64), rows["out_of_scope"].to_numpy(dtype=bool)
     )

@@ -440,14 +440,13 @@ def suggest_dependencies(
     edges = [(a, b) for a, b, _ in strongest(matrix) if bare.names.index(a) < bare.names.index(b)]
     joint = decide(documents, bare, "joint")
     tried: list[tuple[Schema, int, int, float]] = []
-    seen: set[Schema] = set()
+    seen: dict[Schema, float] = {}
 
     def attempt(graph: Sequence[tuple[str, str]]) -> float:
         candidate = with_dependencies(bare, _reduced(graph))
-        if candidate in seen:
-            return 0.0
-        seen.add(candidate)
-        found = float(agreement(decide(documents, candidate, "isolated"), joint).mean())
+        if candidate in seen:  # of another size before what is implied was left out
+            return seen[candidate]
+        found = seen[candidate] = float(agreement(decide(documents, candidate, "isolated"), joint).mean())
         links = sum(len(item.depends_on) for item in candidate)
         tried.append((candidate, len(candidate.waves()), links, found))
         return found
@@ -467,7 +466,7 @@ def suggest_dependencies(
                 break
             fails = size
     fit = [row for row in tried if row[3] >= share]
-    best = fit[-1] if fit else max(tried, key=lambda row: (row[3], -row[1], -row[2]))
+    best = min(fit, key=lambda row: row[1:3]) if fit else max(tried, key=lambda row: (row[3], -row[1], -row[2]))
     held = agreement(decide(held_out, best[0], "isolated"), decide(held_out, bare, "joint"))
     table = pd.DataFrame([row[1:] for row in tried], columns=["waves", "edges", "share"])
     return Suggestion(best[0], best[1], best[3], held, table)

@@ -129,7 +129,7 @@ class Run:
         pandas.DataFrame
             One row per document and field: ``document``, ``field``, ``value``, ``probability``, ``candidate_mass``, ``gold``,
             ``seconds`` (of the whole document, its share of a pass that it had in common with others; the same in each of its
-            rows), ``error`` (None where there was none), ``out_of_scope`` (whether people found that no label is right).
+            rows), ``error`` (None where there was none), ``out_of_scope`` (whether the bank says that no label is right).
             ``value`` and ``gold`` hold labels as they are (text, boolean, number, None); ``gold`` is None without a label, which
             is in doubt only for a field that has null among its labels.
         """
