@@ -466,7 +466,7 @@ def suggest_dependencies(
                 break
             fails = size
     fit = [row for row in tried if row[3] >= share]
-    best = min(fit, key=lambda row: row[1:3]) if fit else max(tried, key=lambda row: (row[3], -row[1], -row[2]))
+    best = fit[-1] if fit else max(tried, key=lambda row: (row[3], -row[1], -row[2]))
     held = agreement(decide(held_out, best[0], "isolated"), decide(held_out, bare, "joint"))
     table = pd.DataFrame([row[1:] for row in tried], columns=["waves", "edges", "share"])
     return Suggestion(best[0], best[1], best[3], held, table)
