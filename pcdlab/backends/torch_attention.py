@@ -161,25 +161,32 @@ def running(tree_pass: Pass) -> Iterator[Pass]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Softmax attention and its log-sum-exp.
+    """Softmax attention of grouped query heads and its log-sum-exp.
 
     Parameters
     ----------
-    q : Tensor [b, h, n, d]
-    k, v : Tensor [b, h, m, d], strides of 0 welcome
+    q : Tensor [b, r, n, d]
+        r query heads for each key-value head.
+    k, v : Tensor [b, m, d]
     scale : float
         Factor on the scores.
-    mask : None, "causal" or bool Tensor broadcastable to [b, h, n, m]
+    mask : None, "causal" or bool Tensor broadcastable to [b, r, n, m]
         None: every row sees every key. Rows that see no key get output 0 and log-sum-exp −∞.
     softcap : float or None
         Scores s become ``softcap * tanh(s / softcap)`` (Gemma 2).
 
     Returns
     -------
-    output : Tensor [b, h, n, d], dtype of `v`
-    log_sum_exp : float32 Tensor [b, h, n]
+    output : Tensor [b, r, n, d], dtype of `v`
+    log_sum_exp : float32 Tensor [b, r, n]
     """
-    if q.device.type == "cpu" and softcap is None and v.shape[-1] == q.shape[-1]:
+    b, r, n, d = q.shape
+    if mask is None and r > 1:
+        # Without a mask the heads of a group are nothing but more rows: keys are neither copied nor read r times.
+        out, lse = attend(q.reshape(b, 1, r * n, d), k, v, scale, None, softcap)
+        return out[:, 0].unflatten(1, (r, n)), lse[:, 0].unflatten(1, (r, n))
+    k, v = (t.unsqueeze(1).expand(b, r, *t.shape[1:]) for t in (k, v))
+    if q.device.type == "cpu" and softcap is None and v.shape[-1] == d:
         bias = None
         if isinstance(mask, Tensor):
             bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
@@ -192,46 +199,55 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, softcap: f
         if isinstance(mask, Tensor):
             lse = lse.masked_fill(~mask.any(-1), float("-inf"))  # the kernel says 0 for a row without keys
         return out, lse
-    step = max(1, SCORE_BYTES // (4 * q.shape[0] * q.shape[1] * k.shape[2]))
-    if isinstance(mask, str):
-        rows = torch.arange(q.shape[2], device=q.device)
-        mask = rows[:, None] >= rows if step >= q.shape[2] else None
-        if mask is None:  # causal in pieces: each block of rows with the keys up to its last
-            parts = [
-                attend(
-                    q[:, :, i : i + step],
-                    k[:, :, : i + step],
-                    v[:, :, : i + step],
-                    scale,
-                    rows[i : i + step, None] >= rows[: i + step],
-                    softcap,
-                )
-                for i in range(0, q.shape[2], step)
-            ]
-            return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-    if step < q.shape[2]:
-        parts = [
-            attend(q[:, :, i : i + step], k, v, scale, None if mask is None else mask[..., i : i + step, :], softcap)
-            for i in range(0, q.shape[2], step)
-        ]
-        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-    scores = (torch.matmul(q, k.transpose(-1, -2)) * scale).float()  # [b, h, n, m]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return torch.matmul(weights.to(v.dtype), v), lse
+    return _attend_in_pieces(q, k, v, scale, mask, softcap)
 
 
-def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Join a second part into (out, lse), in place; all [b, h, n, d] and [b, h, n]."""
-    total = torch.logaddexp(lse, more_lse)
-    anchor = total.masked_fill(total == float("-inf"), 0.0)  # a row that has seen no key so far stays at weight 0
-    out.mul_(torch.exp(lse - anchor)[..., None].to(out.dtype))
-    out.addcmul_(more_out, torch.exp(more_lse - anchor)[..., None].to(out.dtype))
-    lse.copy_(total)
+def _attend_in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend` from products and a softmax, as many rows at once as :data:`SCORE_BYTES` allow; k, v [b, r, m, d]."""
+    n, m = q.shape[2], k.shape[2]
+    step = max(1, SCORE_BYTES // (4 * q.shape[0] * q.shape[1] * m))
+    rows = torch.arange(n, device=q.device)
+    outs, lses = [], []
+    for i in range(0, n, step):
+        some, last = slice(i, i + step), min(i + step, m) if isinstance(mask, str) else m  # causal: keys up to the last row
+        part = rows[some, None] >= rows[:last] if isinstance(mask, str) else mask
+        if isinstance(mask, Tensor):
+            part = mask[..., some, :]
+        scores = (torch.matmul(q[:, :, some], k[:, :, :last].transpose(-1, -2)) * scale).float()  # [b, r, step, last]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if part is not None:
+            scores = scores.masked_fill(~part, float("-inf"))
+        lse = torch.logsumexp(scores, -1)
+        weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+        outs.append(torch.matmul(weights.to(v.dtype), v[:, :, :last]))
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def join_(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None = None) -> Tensor:
+    """Output over the union of disjoint key sets, in place of the first part's.
+
+    Parameters
+    ----------
+    parts : list of (Tensor [g, r, n, d], Tensor [g, r, n])
+        Outputs and log-sum-exps; the first is of every row's own tokens, so that no row is without keys.
+    sink : Tensor [g, r, 1] or None
+        A score that takes part in the softmax without a value.
+    """
+    out = parts[0][0]
+    scores = [lse for _, lse in parts]
+    if sink is not None:
+        scores.append(sink.float().expand_as(scores[0]))
+    if len(scores) == 1:
+        return out
+    weights = torch.softmax(torch.stack(scores), 0).to(out.dtype)[..., None]  # [parts, g, r, n, 1]
+    out.mul_(weights[0])
+    for (more, _), weight in zip(parts[1:], weights[1:], strict=False):
+        out.addcmul_(more, weight)
+    return out
 
 
 def tree_attention(
@@ -283,43 +299,42 @@ def tree_attention(
         raise NothingLeftError
 
     q = query[0].unflatten(0, (g, rep))  # [g, rep, n, d]: query heads of one key-value head side by side
-    k = key[0].unsqueeze(1).expand(g, rep, n, key.shape[-1])  # no copy: stride 0 over rep
-    v = value[0].unsqueeze(1).expand(g, rep, n, value.shape[-1])
+    k, v = key[0], value[0]  # [g, n, d]
 
     # Each row inside its own chain or group.
     out = query.new_empty(n, g, rep, v.shape[-1]).permute(1, 2, 0, 3)  # [g, rep, n, d], memory as [n, h, d]
-    lse = torch.empty(n, g, rep, dtype=torch.float32, device=query.device).permute(1, 2, 0)
+    lse = torch.empty(g, rep, n, dtype=torch.float32, device=query.device)
     for chain in now.layout.chains:
         own = slice(chain.start, chain.stop)
         mask = now.chain_mask(chain.start, chain.stop, window)
-        out[:, :, own], lse[:, :, own] = attend(q[:, :, own], k[:, :, own], v[:, :, own], scale, mask, softcap)
+        out[:, :, own], lse[:, :, own] = attend(q[:, :, own], k[:, own], v[:, own], scale, mask, softcap)
     if now.layout.groups:
         rows = now.group_rows  # [b, w]
-        inside = now.windowed_group_mask(window)[:, None]  # [b, 1, w, w]
-        qg, kg, vg = (t[:, :, rows].permute(2, 0, 1, 3, 4).flatten(1, 2) for t in (q, k, v))  # [b, h, w, d]
+        inside = now.windowed_group_mask(window).repeat_interleave(g, 0)[:, None]  # [b * g, 1, w, w]
+        qg = q[:, :, rows].permute(2, 0, 1, 3, 4).flatten(0, 1)  # [b * g, rep, w, d]
+        kg, vg = (t[:, rows].transpose(0, 1).flatten(0, 1) for t in (k, v))  # [b * g, w, d]
         og, lg = attend(qg, kg, vg, scale, inside, softcap)
-        og = og.transpose(1, 2).flatten(0, 1)[now.group_places]  # [rows, h, d]
-        lg = lg.transpose(1, 2).flatten(0, 1)[now.group_places]  # [rows, h]
-        out[:, :, now.grouped_rows] = og.unflatten(1, (g, rep)).permute(1, 2, 0, 3)
-        lse[:, :, now.grouped_rows] = lg.unflatten(1, (g, rep)).permute(1, 2, 0)
+        # [b * g, rep, w, …] → [g, rep, b * w, …], of which the padding is left behind
+        og = og.unflatten(0, (-1, g)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, now.group_places]
+        lg = lg.unflatten(0, (-1, g)).permute(1, 2, 0, 3).flatten(2, 3)[:, :, now.group_places]
+        out[:, :, now.grouped_rows], lse[:, :, now.grouped_rows] = og, lg
 
-    def look_at(rows: slice, k: Tensor, v: Tensor, start: int) -> None:
-        """Let `rows` also see keys [g, m, d] at positions ``start…``, all of them but for the window."""
+    def look(rows: slice, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor] | None:
+        """What `rows` see of keys [g, m, d] at positions ``start…``: all of them but for the window."""
         skip, mask = now.span_mask(rows, start, k.shape[1], window)
         if skip == k.shape[1]:
-            return
-        k, v = (t[:, skip:].unsqueeze(1).expand(g, rep, -1, -1) for t in (k, v))
-        merge_(out[:, :, rows], lse[:, :, rows], *attend(q[:, :, rows], k, v, scale, mask, softcap))
+            return None
+        return attend(q[:, :, rows], k[:, skip:], v[:, skip:], scale, mask, softcap)
 
-    for segment in now.segments:
-        look_at(slice(0, n), *segment.layers[layer], segment.start)
     for chain, start in zip(now.layout.chains, now.chain_starts, strict=True):
         if chain.reach > chain.stop:
-            own = slice(chain.start, chain.stop)
-            look_at(slice(chain.stop, chain.reach), key[0, :, own], value[0, :, own], start)
-    if s_aux is not None:
-        sink = s_aux.float().view(g, rep, 1)
-        out.mul_(torch.exp(lse - torch.logaddexp(lse, sink))[..., None].to(out.dtype))
+            own, below = slice(chain.start, chain.stop), slice(chain.stop, chain.reach)
+            if more := look(below, k[:, own], v[:, own], start):
+                join_([(out[:, :, below], lse[:, :, below]), more])
+                lse[:, :, below] = torch.logaddexp(lse[:, :, below], more[1])
+    looks = [look(slice(0, n), *segment.layers[layer], segment.start) for segment in now.segments]
+    sink = None if s_aux is None else s_aux.view(g, rep, 1)
+    out = join_([(out, lse), *(more for more in looks if more)], sink)
     return out.permute(2, 0, 1, 3).reshape(1, n, g * rep, -1), None
 
 
