@@ -138,8 +138,9 @@ def _recorded_passes(backend: Any) -> Iterator[list[_PassShape]]:
         return prefill(tokens, parent)
 
     def noted_read(prefix: Any, tree: Any, keep: int = 0) -> Any:
-        pairs = len(tree) * (_length(prefix) + 1) + int(tree.depths.sum())
-        passes.append(_PassShape(len(tree), len(tree.read_nodes), pairs))
+        depths = tree.depths[len(getattr(prefix, "tokens", ())) :]  # trunks that were kept are not run again
+        pairs = len(depths) * (_length(prefix) + 1) + int(depths.sum())
+        passes.append(_PassShape(len(depths), len(tree.read_nodes), pairs))
         return read(prefix, tree, keep)
 
     backend.prefill, backend.read = noted_prefill, noted_read

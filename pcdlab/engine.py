@@ -40,7 +40,7 @@ __all__ = ["Engine"]
 Mode = Literal["isolated", "joint"]
 
 TOKENS_PER_PASS = 4096  # documents are batched up to this many tree nodes
-RERUN = 128  # longest document that is run again for a second pass rather than getting passes of its own
+RERUN = 128  # where trunks cannot be kept: longest document that is run again for a second pass in a batch
 SCHEMAS = 16  # compiled schemas kept
 REFERENCES = 4096  # scores under an empty document kept
 LOW_MASS = 0.1  # below this the model would rather have written something else: a warning
@@ -442,7 +442,8 @@ class _Job:
         """Tree nodes a document adds to its batch; a pass of its own where it cannot share one."""
         if isinstance(item, PcdlabError):
             return 1  # nothing to run, but a stream of failures must come out too
-        alone = self.mode == "joint" or not item.cached or (not self.one_pass and len(item.trunk) > RERUN)
+        again = not self.one_pass and not self.backend.keeps_trunks
+        alone = self.mode == "joint" or not item.cached or (again and len(item.trunk) > RERUN)
         return 1 << 40 if alone else len(item.trunk) + len(self.first.tree)
 
     # --- results out --------------------------------------------------------------------------------------------
@@ -569,15 +570,23 @@ class _Job:
     ) -> tuple[Any, Sequence[list[int]]]:
         """Run each document's plan below prefix and trunk, twice where a scorer looks twice, and note the decisions.
 
-        `written` are the lines between a document's prompt and its plan. Returns the prefix and the trunks that are not part of
-        it yet. With `keep` a single document's trunk is; several documents run theirs again each time.
+        `written` are the lines between a document's prompt and its plan. Returns the prefix and the trunks to ask below next
+        time. With `keep` a single document's trunk becomes part of the prefix; those of several documents are kept beside it
+        where the backend can, else run again each time.
         """
         looks_twice = any(item.wish.scorer == "hybrid" for plan in plans for item in plan.fields)
-        length = len(trunks[0]) if len(documents) == 1 and (keep or looks_twice) else 0
         tree = join(trunks, [plan.tree for plan in plans]) if trunks[0] else plans[0].tree
+        length = 0
+        if keep or looks_twice:
+            if len(documents) == 1:
+                length = len(trunks[0])
+            elif (
+                self.backend.keeps_trunks and tree.shared > tree.trunk
+            ):  # no more than a chain: all documents are the same
+                length = tree.shared
         reading = self.backend.read(prefix, tree, length)
         if length:
-            prefix, trunks = reading.prefix, [[]]
+            prefix, trunks = reading.prefix, trunks if len(documents) > 1 else [[]]
         again: list[tuple[_Document, list[int], Plan]] = []
         read = 0
         for document, trunk, plan in zip(documents, trunks, plans, strict=True):
@@ -590,9 +599,10 @@ class _Job:
                     wishes.append(found)
                 else:
                     document.decisions[found.name] = self._calibrated(found)
-            if wishes:
-                again.append((document, trunk, deciding.plan(wishes)))
-        if again:
+            again.append((document, trunk, deciding.plan(wishes)))
+        if any(plan.fields for _, _, plan in again):
+            # Kept trunks serve trees that begin with all of them, also those of documents that ask for nothing more.
+            again = [one for one in again if length or one[2].fields]
             self._ask([d for d, _, _ in again], prefix, [t for _, t, _ in again], [p for _, _, p in again], keep=False)
         return prefix, trunks
 

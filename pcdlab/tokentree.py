@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Chain", "Group", "Layout", "TokenTree", "TreeBuilder", "join", "lay_out"]
+__all__ = ["Chain", "Group", "Layout", "TokenTree", "TreeBuilder", "below", "join", "lay_out"]
 
 IntArray = NDArray[np.int64]
 
@@ -36,6 +36,8 @@ class TokenTree:
         Token ids asked for, the reads' lists one after another.
     offsets : int64 array, shape (r + 1,)
         Read i asks for ``candidates[offsets[i]:offsets[i + 1]]``.
+    shared : int
+        Leading nodes that are the trunks :func:`join` was given: the same in every join of the same trunks.
     """
 
     tokens: IntArray
@@ -43,6 +45,7 @@ class TokenTree:
     read_nodes: IntArray
     candidates: IntArray
     offsets: IntArray
+    shared: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -164,7 +167,27 @@ def join(trunks: Sequence[Sequence[int]], branches: Sequence[TokenTree]) -> Toke
         read_nodes=np.concatenate(read_nodes),
         candidates=np.concatenate([tree.candidates for tree in branches]),
         offsets=np.concatenate([*offsets, [asked]]).astype(np.int64),
+        shared=len(shared.tokens),
     )
+
+
+def below(tree: TokenTree, known: int) -> tuple[TokenTree, IntArray]:
+    """A tree without its first `known` nodes, none of which is read, and where what is left hangs.
+
+    Returns
+    -------
+    tree : TokenTree
+        The other nodes, counted from 0; -1 is the parent of those that hang from a known node or from the prefix.
+    hangs : int64 array, shape (nodes left,)
+        For every node left, the known node above it; -1 where there is none.
+    """
+    parents = tree.parents[known:].tolist()
+    hangs: list[int] = []
+    for parent in parents:
+        hangs.append(parent if parent < known else hangs[parent - known])
+    rest = np.array([parent - known if parent >= known else -1 for parent in parents], dtype=np.int64)
+    left = TokenTree(tree.tokens[known:], rest, tree.read_nodes - known, tree.candidates, tree.offsets)
+    return left, np.array(hangs, dtype=np.int64)
 
 
 # --- memory layout ---------------------------------------------------------------------------------------------
@@ -212,7 +235,7 @@ class Layout:
     groups: tuple[Group, ...]
 
 
-def lay_out(tree: TokenTree, group_size: int = 96) -> Layout:
+def lay_out(tree: TokenTree, group_size: int = 64) -> Layout:
     """Lay a tree out for attention.
 
     A subtree of at most `group_size` nodes goes into a group whole, together with its neighbours while they fit; a

@@ -76,7 +76,17 @@ def test_with_any_seed_and_size(seed: int, tokens: int) -> None:
 def test_the_contract_alone_is_enough() -> None:
     class Bare:
         def __init__(self, sound: TorchBackend) -> None:
-            for name in ("name", "model", "dtype", "layout", "vocabulary", "max_tokens", "fingerprint", "meter"):
+            for name in (
+                "name",
+                "model",
+                "dtype",
+                "layout",
+                "vocabulary",
+                "max_tokens",
+                "fingerprint",
+                "keeps_trunks",
+                "meter",
+            ):
                 setattr(self, name, getattr(sound, name))
             for verb in ("prefill", "read", "stream", "save", "load_prefix"):
                 setattr(self, verb, getattr(sound, verb))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,48 @@ def test_large_groups_and_many_documents() -> None:
         alone = backend.read(prefix, join([trunk], [branches])).log_probs
         np.testing.assert_allclose(got, alone, atol=1e-5)
     np.testing.assert_allclose(together[1], plain(backend, [*head, *trunks[1]], branches), atol=1e-5)
+
+
+def documents(rng: np.random.Generator, count: int) -> list[list[int]]:
+    """Some that begin alike, some the same, one longer than a window."""
+    trunks = [rng.integers(3, VOCABULARY, n).tolist() for n in rng.integers(1, 40, count)]
+    return [*trunks, [*trunks[0], 5, 6], trunks[-1][:1], trunks[0]]
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["llama", "gemma2", "gemma3"]), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_below_kept_trunks_all_is_as_if_they_ran_again(seed: int, kind: str, bare: bool) -> None:
+    backend = BACKENDS[kind]
+    rng = np.random.default_rng(seed)
+    trunks = documents(rng, int(rng.integers(1, 6)))
+    prefix = None if bare else backend.prefill(rng.integers(3, VOCABULARY, seed % 17 + 1).tolist())
+    first = join(trunks, [random_tree(seed + i, trunk=1, branches=3) for i in range(len(trunks))])
+    kept = backend.read(prefix, first, keep=first.shared)
+    np.testing.assert_allclose(kept.log_probs, backend.read(prefix, first).log_probs, atol=1e-5)
+    for more in range(2):  # documents that ask for little, for nothing, or for more than a group holds
+        sizes = np.append(rng.choice([0, 2, 90], len(trunks) - 1), 2)
+        plans = [random_tree(seed + i, 1, n) if n else TreeBuilder().build() for i, n in enumerate(sizes.tolist())]
+        then = join(trunks, plans)
+        before = backend.meter.tokens_fed
+        got = backend.read(kept.prefix, then, keep=then.shared * more)
+        assert backend.meter.tokens_fed - before == len(then) - then.shared
+        np.testing.assert_allclose(got.log_probs, backend.read(prefix, then).log_probs, atol=1e-5)
+        assert (got.prefix is kept.prefix) == bool(more)
+
+
+def test_what_kept_trunks_cannot_do_is_refused() -> None:
+    backend = BACKENDS["llama"]
+    trunks = [[3, 4], [5, 6]]
+    branches = random_tree(3, trunk=1, branches=2)
+    tree = join(trunks, [branches] * 2)
+    kept = backend.read(None, tree, keep=tree.shared).prefix
+    with pytest.raises(ParameterError, match="does not begin with the 4 nodes"):
+        backend.read(kept, join([[3, 4], [5, 7]], [branches] * 2))
+    with pytest.raises(ParameterError, match="keep=1 "):
+        backend.read(kept, tree, keep=1)
+    at_the_end = replace(tree, read_nodes=np.array([1, *tree.read_nodes[1:]]))
+    with pytest.raises(ParameterError, match="a read sits at node 1"):
+        backend.read(kept, at_the_end)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

@@ -111,6 +111,8 @@ class Backend(Protocol):
         Longest sequence the model's positions allow.
     fingerprint : str or None
         Identifies weights, dtype and framework version for prefixes kept on disk; None: do not keep.
+    keeps_trunks : bool
+        Whether :meth:`read` can keep the trunks of several documents.
     meter : Meter
         Counts forward passes and tokens.
     """
@@ -122,6 +124,7 @@ class Backend(Protocol):
     vocabulary: int
     max_tokens: int
     fingerprint: str | None
+    keeps_trunks: bool
     meter: Meter
 
     def prefill(self, tokens: Sequence[int], parent: Any = None) -> Any:
@@ -131,7 +134,9 @@ class Backend(Protocol):
     def read(self, prefix: Any, tree: TokenTree, keep: int = 0) -> Reading:
         """Run a tree on top of `prefix` (None: the empty prefix) and answer its reads.
 
-        ``keep=n`` also returns the first n trunk nodes as a prefix; n is at most ``tree.trunk``.
+        ``keep=n`` also returns the first n trunk nodes as a prefix; n is at most ``tree.trunk``. Where the backend
+        ``keeps_trunks``, n may also be ``tree.shared``: what comes back then serves in place of `prefix` for trees that begin
+        with the same ``n`` nodes, which are not run again.
         """
         ...
 

@@ -378,6 +378,13 @@ def _trunk_keeping(lab: _Lab) -> Pairs:
             yield lab.rows(reading.log_probs), plain
         _has_length(reading.prefix, len(before) + keep)
         yield lab.read(reading.prefix, probe), lab.read(lab.prefill([*before, *tree.tokens[:keep].tolist()]), probe)
+    if lab.backend.keeps_trunks:
+        # Two documents that begin alike; what is read below them later is read as if they were run again.
+        documents = [head[:5], [*head[:3], *head[6:9]]]
+        first, then = (join(documents, [branches] * 2) for branches in (probe, tree))
+        reading = lab.backend.read(prefix, first, first.shared)
+        yield lab.rows(reading.log_probs), lab.read(prefix, first)
+        yield lab.read(reading.prefix, then), lab.read(prefix, then)
 
 
 def _normalisation(lab: _Lab) -> Pairs:

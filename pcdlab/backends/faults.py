@@ -175,7 +175,7 @@ def short_trunk(backend: Backend) -> Any:
 
     def read(prefix: Any, tree: TokenTree, keep: int = 0) -> Reading:
         reading = backend.read(prefix, tree, keep)
-        if not keep:
+        if not 0 < keep <= tree.trunk:
             return reading
         short = backend.read(prefix, tree, keep - 1).prefix if keep > 1 else prefix
         return replace(reading, prefix=_Wrapped(short, length=reading.prefix.length))

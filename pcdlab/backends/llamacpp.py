@@ -144,6 +144,7 @@ class LlamaCppBackend:
     """
 
     name = "llamacpp"
+    keeps_trunks = False
     layout = "packed"
 
     def __init__(

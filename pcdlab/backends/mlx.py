@@ -353,6 +353,7 @@ class MlxBackend:
     """
 
     name = "mlx"
+    keeps_trunks = False
     layout = "rows"
 
     def __init__(

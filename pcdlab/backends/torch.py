@@ -33,15 +33,16 @@ import pcdlab
 from pcdlab.backends.base import Meter, Reading, check_finite
 from pcdlab.backends.torch_attention import IMPLEMENTATION, NothingLeftError, Pass, Segment, running
 from pcdlab.errors import BackendError, ModelError, ParameterError
-from pcdlab.tokentree import Chain, Layout, TokenTree, lay_out
+from pcdlab.tokentree import Chain, Layout, TokenTree, below, lay_out
 
-__all__ = ["PackedPrefix", "RowsPrefix", "TorchBackend"]
+__all__ = ["KeptTrunks", "PackedPrefix", "RowsPrefix", "TorchBackend"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_BYTES = 48 << 20  # most bytes of logits held at once: longer reads go through the vocabulary in pieces
 # Total variation a layout may differ from plain passes. In bfloat16 two sound ways on random tokens differ by up to 0.07, a wrong
 # mask or position on a real model by 0.29 or more.
 PROBE_LIMIT, PROBE_LIMIT_LOW = 1e-4, 0.15  # float32; anything below
+SHORT = 512  # tokens up to which segments are joined by a copy: each costs every later pass a kernel call and a merge per layer
 ROWS_PER_PASS = 32  # rows layout: most copies of the cache at once
 
 # Which attention function runs is a setting of the whole model: of two passes at once each would run the other's.
@@ -64,6 +65,35 @@ class PackedPrefix:
         """Bytes of keys and values, all layers."""
         pairs = [pair for segment in self.segments for pair in segment.layers.values()]
         return sum(k.nbytes + v.nbytes for k, v in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTrunks:
+    """KV state of several documents' trunks on one prefix, for trees that begin with the same nodes.
+
+    Attributes
+    ----------
+    prefix : PackedPrefix
+    tokens, parents : int64 arrays, shape (nodes,)
+        The trunks, as the tree had them.
+    segment : Segment
+        Their keys and values in the order of the nodes.
+    """
+
+    prefix: PackedPrefix
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    segment: Segment
+
+    @property
+    def length(self) -> int:
+        """Number of tokens before the trunks."""
+        return self.prefix.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, all layers."""
+        return PackedPrefix((*self.prefix.segments, self.segment)).nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +164,7 @@ class TorchBackend:
                 self.layout = "rows"
                 if problem := self._probe():
                     raise BackendError(f"{name!r} runs neither packed ({self.layout_reason}) nor in rows ({problem})")
+        self.keeps_trunks = self.layout == "packed"
         self.fingerprint = fingerprint if self.layout == "packed" else None
         self.meter = Meter()
 
@@ -200,25 +231,23 @@ class TorchBackend:
         chain = Layout(np.arange(n), np.arange(n), (Chain(0, n, n),), ())
         now = self._pass(parent, chain, np.arange(n), keep=n)
         now.last_layer = self._last_layer  # the rest of that layer would be for readers, and a prefill has none
-        self._run(parent, np.asarray(tokens), np.arange(n), now)
+        self._run(np.asarray(tokens), now)
         return self._grown(parent, now)
 
     def read(self, prefix: Any, tree: TokenTree, keep: int = 0) -> Reading:
         """Run a tree and answer its reads; see :class:`pcdlab.backends.base.Backend`."""
-        if not 0 <= keep <= tree.trunk:
+        known = len(prefix.tokens) if isinstance(prefix, KeptTrunks) else 0
+        if not ((self.keeps_trunks and keep == tree.shared) or 0 <= keep <= (0 if known else tree.trunk)):
             raise ParameterError(f"keep={keep} is not within the tree's trunk of {tree.trunk} nodes")
-        if (tree.read_nodes < 0).any():
-            raise ParameterError("a read sits at node -1; reads belong to nodes of the tree")
+        if (tree.read_nodes < known).any():
+            raise ParameterError(
+                f"a read sits at node {tree.read_nodes.min()}; reads belong to nodes that this pass runs"
+            )
         kept: Any
         if self.layout == "rows":
             hidden, kept = self._read_rows(prefix, tree, keep)
         else:
-            layout = lay_out(tree)
-            depths = tree.depths[layout.order]
-            now = self._pass(prefix, layout, depths, keep)
-            states = self._run(prefix, tree.tokens[layout.order], depths, now)  # [n, hidden]
-            hidden = states[torch.from_numpy(layout.rows[tree.read_nodes]).to(self.device)]
-            kept = self._grown(prefix, now) if keep else None
+            hidden, kept = self._read_packed(prefix, tree, keep)
         return Reading(check_finite(self._log_probs(hidden, tree), self.model), kept)
 
     def stream(self, prefix: Any) -> TorchStream:
@@ -257,12 +286,44 @@ class TorchBackend:
 
     # --- packed rows --------------------------------------------------------------------------------------------
 
-    def _pass(self, prefix: PackedPrefix | None, layout: Layout, depths: NDArray[np.int64], keep: int) -> Pass:
+    def _pass(
+        self, prefix: PackedPrefix | None, layout: Layout, depths: NDArray[np.int64], keep: int, **trunks: Any
+    ) -> Pass:
         prefix = prefix or PackedPrefix()
         positions = torch.from_numpy(depths + prefix.length).to(self.device)
-        return Pass(layout, prefix.segments, positions, keep)
+        return Pass(layout, prefix.segments, positions, keep, **trunks)
 
-    def _run(self, prefix: Any, tokens: NDArray[np.int64], depths: NDArray[np.int64], now: Pass) -> Tensor:
+    def _read_packed(self, prefix: Any, tree: TokenTree, keep: int) -> tuple[Tensor, Any]:
+        """Hidden states at the reads, [reads, hidden], and what was to be kept."""
+        if isinstance(prefix, KeptTrunks):
+            return self._read_below(prefix, tree), prefix if keep else None
+        layout = lay_out(tree)
+        rows = torch.from_numpy(layout.rows[:keep]).to(self.device) if keep > tree.trunk else None
+        now = self._pass(prefix, layout, tree.depths[layout.order], keep, keep_rows=rows)
+        hidden = self._hidden(tree, layout, now)
+        if rows is None:
+            return hidden, self._grown(prefix, now) if keep else None
+        base = prefix or PackedPrefix()
+        segment = Segment(base.length, keep, now.kept)
+        return hidden, KeptTrunks(base, tree.tokens[:keep], tree.parents[:keep], segment)
+
+    def _read_below(self, kept: KeptTrunks, tree: TokenTree) -> Tensor:
+        """Hidden states at the reads of a tree that begins with trunks that were kept, [reads, hidden]."""
+        n = len(kept.tokens)
+        if not (np.array_equal(tree.tokens[:n], kept.tokens) and np.array_equal(tree.parents[:n], kept.parents)):
+            raise ParameterError(f"the tree does not begin with the {n} nodes of the trunks that were kept")
+        rest, hangs = below(tree, n)
+        layout = lay_out(rest)
+        above = _above(kept, hangs[layout.order])
+        now = self._pass(kept.prefix, layout, tree.depths[n:][layout.order], 0, trunks=kept.segment, above=above)
+        return self._hidden(rest, layout, now)
+
+    def _hidden(self, tree: TokenTree, layout: Layout, now: Pass) -> Tensor:
+        """Run a tree; hidden states at its reads, [reads, hidden]."""
+        states = self._run(tree.tokens[layout.order], now)  # [n, hidden]
+        return states[torch.from_numpy(layout.rows[tree.read_nodes]).to(self.device)]
+
+    def _run(self, tokens: NDArray[np.int64], now: Pass) -> Tensor:
         """One packed forward pass; hidden states after the last norm, [n, hidden], or none if it ends at its `last_layer`."""
         self._check_length(int(now.positions.max()) + 1)
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
@@ -291,7 +352,15 @@ class TorchBackend:
     @staticmethod
     def _grown(parent: PackedPrefix | None, now: Pass) -> PackedPrefix:
         parent = parent or PackedPrefix()
-        return PackedPrefix((*parent.segments, Segment(parent.length, now.keep, now.kept)))
+        *before, last = (*parent.segments, Segment(parent.length, now.keep, now.kept))
+        if before and before[-1].length + last.length <= SHORT:
+            short = before.pop()
+            layers = {
+                layer: tuple(torch.cat([old, new], 1) for old, new in zip(pair, last.layers[layer], strict=True))
+                for layer, pair in short.layers.items()
+            }
+            last = Segment(short.start, short.length + last.length, layers)  # type: ignore[arg-type]
+        return PackedPrefix((*before, last))
 
     # --- rows on a copied cache ---------------------------------------------------------------------------------
 
@@ -430,7 +499,7 @@ class TorchBackend:
             if self.layout == "packed":
                 layout = lay_out(tree, group_size=4)  # so that chains and groups both occur
                 now = self._pass(prefix, layout, tree.depths[layout.order], 0)
-                states = self._run(None, tokens[layout.order], tree.depths[layout.order], now)
+                states = self._run(tokens[layout.order], now)
                 if problem := self._unseen(config, now):
                     return problem
                 self._last_layer = list(now.windows)[-1]  # in the order they ran
@@ -492,7 +561,7 @@ class TorchStream:
             so_far = PackedPrefix((*prefix.segments, Segment(prefix.length, fed, grown)) if fed else prefix.segments)
             chain = Layout(np.arange(n), np.arange(n), (Chain(0, n, n),), ())
             now = backend._pass(so_far, chain, np.arange(n), keep=n)
-            states = backend._run(so_far, np.asarray(tokens), np.arange(n), now)
+            states = backend._run(np.asarray(tokens), now)
             for layer, new in now.kept.items():
                 self._layers[layer] = tuple(_write(self._room(layer, i, t), fed, t) for i, t in enumerate(new))  # type: ignore[assignment]
         self._fed.extend(tokens)
@@ -543,6 +612,20 @@ def _write(buffer: Tensor | None, at: int, new: Tensor) -> Tensor:
         buffer = new.new_empty(new.shape[0], max(64, 2 * new.shape[1]), new.shape[2])
     buffer[:, at : at + new.shape[1]] = new
     return buffer
+
+
+def _above(known: KeptTrunks, hangs: NDArray[np.int64]) -> tuple[tuple[slice, NDArray[np.int64]], ...]:
+    """Runs of rows that hang from the same kept node, and that node's path; `hangs` is by row."""
+    runs = np.split(np.arange(len(hangs)), np.flatnonzero(np.diff(hangs)) + 1)
+    found = []
+    for run in runs:
+        node, path = int(hangs[run[0]]), []
+        while node >= 0:
+            path.append(node)
+            node = int(known.parents[node])
+        if path:
+            found.append((slice(int(run[0]), int(run[-1]) + 1), np.array(path[::-1])))
+    return tuple(found)
 
 
 def _leaf_paths(children: list[list[int]], root: int) -> Iterator[list[int]]:

@@ -13,13 +13,15 @@ FlashAttention, section 3.1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -31,7 +33,47 @@ IMPLEMENTATION = "pcdlab_tree"  # the name transformers knows this attention fun
 
 SCORE_BYTES = 32 << 20  # most bytes of scores held at once where the fused kernel cannot be used
 
-Mask = Tensor | Literal["causal"] | None
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """What is added to scores so that only those of allowed pairs count.
+
+    Attributes
+    ----------
+    scores : float32 Tensor [n, m] or [b, 1, n, m]
+        0 or −∞.
+    blind : bool Tensor [n] or [b, 1, n], or None
+        The rows that see no key, if there are any.
+    """
+
+    scores: Tensor
+    blind: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Small attentions side by side, padded to one size.
+
+    Attributes
+    ----------
+    rows, keys : int64 Tensor [pieces, w] and [pieces, m]
+        Padding repeats the first.
+    mask : bool Tensor [pieces, w, m]
+        Which key a row may see.
+    places, real_rows : int64 Tensor
+        Where the rows that are no padding stand among pieces × w, and which rows they are.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    mask: Tensor
+    places: Tensor
+    real_rows: Tensor
+
+
+Mask = Bias | Literal["causal"] | None
 
 
 class NothingLeftError(Exception):
@@ -71,6 +113,12 @@ class Pass:
         Position of each row, int64, shape [n].
     keep : int
         The first `keep` rows' keys and values are stored in `kept`.
+    keep_rows : Tensor or None
+        Where they are not the first: the rows, int64, shape [keep].
+    trunks : Segment or None
+        Keys and values of nodes that were run before, each above some of the rows.
+    above : tuple of (slice, int64 array)
+        Which: the nodes of `trunks` that a run of rows hangs from, from the root down.
     last_layer : int or None
         Where nobody reads the hidden states: the layer whose keys and values are the last thing wanted.
     kept : dict
@@ -83,6 +131,9 @@ class Pass:
     segments: tuple[Segment, ...]
     positions: Tensor
     keep: int = 0
+    keep_rows: Tensor | None = None
+    trunks: Segment | None = None
+    above: tuple[tuple[slice, Ints], ...] = ()
     last_layer: int | None = None
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
@@ -91,30 +142,26 @@ class Pass:
     def __post_init__(self) -> None:
         self.last = int(self.positions.max())
         self.chain_starts = self.positions[[chain.start for chain in self.layout.chains]].tolist()
-        groups = self.layout.groups
-        widest = max((g.stop - g.start for g in groups), default=0)
-        # [groups, widest]: the row in each place of each group; short groups repeat their first row as padding.
-        self.group_rows = torch.zeros(len(groups), widest, dtype=torch.int64)
-        self.group_mask = torch.zeros(len(groups), widest, widest, dtype=torch.bool)
-        valid = torch.zeros(len(groups), widest, dtype=torch.bool)
-        for i, group in enumerate(groups):
-            size = group.stop - group.start
-            self.group_rows[i] = group.start
-            self.group_rows[i, :size] = torch.arange(group.start, group.stop)
-            self.group_mask[i, :size, :size] = torch.from_numpy(group.mask)
-            valid[i, :size] = True
-        self.group_mask |= torch.eye(widest, dtype=torch.bool)  # padding attends to itself: no empty softmax
-        self.group_places = valid.flatten().nonzero().flatten()
         device = self.positions.device
-        for name in ("group_rows", "group_mask", "group_places"):
-            setattr(self, name, getattr(self, name).to(device))
-        self.grouped_rows = self.group_rows.flatten()[self.group_places]
+        inside = [(np.arange(g.start, g.stop), np.arange(g.start, g.stop), g.mask) for g in self.layout.groups]
+        self.groups = _block(inside, device) if inside else None
+        # Paths of about one length together: the padding stays below the size of the rest.
+        self.higher: list[Block] = []
+        waiting = sorted(self.above, key=lambda one: len(one[1]))
+        while waiting:
+            longest = 2 * len(waiting[0][1]) + 16
+            fit = [one for one in waiting if len(one[1]) <= longest]
+            waiting = waiting[len(fit) :]
+            pieces = [
+                (np.arange(r.start, r.stop), path, np.ones((r.stop - r.start, len(path)), bool)) for r, path in fit
+            ]
+            self.higher.append(_block(pieces, device))
 
-    def span_mask(self, rows: slice, start: int, length: int, window: int | None) -> tuple[int, Tensor | None]:
+    def span_mask(self, rows: slice, start: int, length: int, window: int | None) -> tuple[int, Bias | None]:
         """Which of `length` keys at positions ``start…`` the rows may see under a sliding window.
 
-        Returns the number of leading keys no row can see any more, and a mask [rows, keys that are left] or None where all
-        of those are visible to all rows.
+        Returns the number of leading keys no row can see any more, and which of the others each row may see, None where all
+        rows may see all of them.
         """
         if window is None or self.last - start < window:
             return 0, None
@@ -124,7 +171,7 @@ class Pass:
             skip = min(length, max(0, int(positions.min()) - window + 1 - start))
             keys = torch.arange(start + skip, start + length, device=positions.device)
             mask = positions[:, None] - keys < window
-            self._masks[key] = (skip, None if bool(mask.all()) else mask)
+            self._masks[key] = (skip, None if bool(mask.all()) else _bias(mask))
         return self._masks[key]
 
     def chain_mask(self, start: int, stop: int, window: int | None) -> Mask:
@@ -134,17 +181,40 @@ class Pass:
         key = (start, stop, window)
         if key not in self._masks:
             distance = self.positions[start:stop, None] - self.positions[None, start:stop]
-            self._masks[key] = (distance >= 0) & (distance < window)
+            self._masks[key] = _bias((distance >= 0) & (distance < window))
         return self._masks[key]
 
-    def windowed_group_mask(self, window: int | None) -> Tensor:
-        """Mask inside the groups, bool, [groups, widest, widest]."""
-        if window is None or self.group_mask.shape[-1] <= window:
-            return self.group_mask
-        if window not in self._masks:
-            positions = self.positions[self.group_rows]  # [groups, widest]
-            self._masks[window] = self.group_mask & (positions[:, :, None] - positions[:, None, :] < window)
-        return self._masks[window]
+    def block_bias(self, block: Block, key_positions: Tensor, window: int | None, heads: int) -> Bias:
+        """Which of its keys, at [pieces, m] or [1, m], each row of a block may see, for `heads` key-value heads."""
+        key = (id(block), window, heads)
+        if key not in self._masks:
+            mask = block.mask
+            if window is not None:
+                mask = mask & (self.positions[block.rows][:, :, None] - key_positions[:, None, :] < window)
+            self._masks[key] = _bias(mask.repeat_interleave(heads, 0)[:, None])
+        return self._masks[key]
+
+
+def _block(pieces: Sequence[tuple[Ints, Ints, NDArray[np.bool_]]], device: torch.device) -> Block:
+    """Pad pieces of (rows, keys, mask [rows, keys]) to one size."""
+    w, m = (max(len(piece[i]) for piece in pieces) for i in (0, 1))
+    rows, keys = np.zeros((len(pieces), w), dtype=np.int64), np.zeros((len(pieces), m), dtype=np.int64)
+    mask, real = np.zeros((len(pieces), w, m), dtype=bool), np.zeros((len(pieces), w), dtype=bool)
+    for i, (own, seen, allowed) in enumerate(pieces):
+        rows[i], keys[i] = own[0], seen[0]
+        rows[i, : len(own)], keys[i, : len(seen)] = own, seen
+        mask[i, : len(own), : len(seen)] = allowed
+        mask[i, len(own) :, 0] = True  # no empty softmax
+        real[i, : len(own)] = True
+    places = np.flatnonzero(real)
+    parts = (rows, keys, mask, places, rows.ravel()[places])
+    return Block(*(torch.from_numpy(part).to(device) for part in parts))
+
+
+def _bias(mask: Tensor) -> Bias:
+    blind = ~mask.any(-1)
+    scores = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
+    return Bias(scores, blind if bool(blind.any()) else None)
 
 
 _running: ContextVar[Pass | None] = ContextVar("pcdlab_pass", default=None)
@@ -170,7 +240,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, softcap: f
     k, v : Tensor [b, m, d]
     scale : float
         Factor on the scores.
-    mask : None, "causal" or bool Tensor broadcastable to [b, r, n, m]
+    mask : None, "causal" or Bias
         None: every row sees every key. Rows that see no key get output 0 and log-sum-exp −∞.
     softcap : float or None
         Scores s become ``softcap * tanh(s / softcap)`` (Gemma 2).
@@ -188,16 +258,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, softcap: f
     k, v = (t.unsqueeze(1).expand(b, r, *t.shape[1:]) for t in (k, v))
     if q.device.type == "cpu" and softcap is None and v.shape[-1] == d:
         bias = None
-        if isinstance(mask, Tensor):
-            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-            while bias.ndim < 4:
-                bias = bias[None]
+        if isinstance(mask, Bias):
+            bias = (mask.scores if mask.scores.ndim == 4 else mask.scores[None, None]).to(q.dtype)
         # The kernel behind scaled_dot_product_attention; called directly because only it returns the log-sum-exp.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask == "causal" if isinstance(mask, str) else False, attn_mask=bias, scale=scale
         )
-        if isinstance(mask, Tensor):
-            lse = lse.masked_fill(~mask.any(-1), float("-inf"))  # the kernel says 0 for a row without keys
+        if isinstance(mask, Bias) and mask.blind is not None:
+            lse = lse.masked_fill(mask.blind, float("-inf"))  # the kernel says 0 for a row without keys
         return out, lse
     return _attend_in_pieces(q, k, v, scale, mask, softcap)
 
@@ -211,15 +279,17 @@ def _attend_in_pieces(
     rows = torch.arange(n, device=q.device)
     outs, lses = [], []
     for i in range(0, n, step):
-        some, last = slice(i, i + step), min(i + step, m) if isinstance(mask, str) else m  # causal: keys up to the last row
-        part = rows[some, None] >= rows[:last] if isinstance(mask, str) else mask
-        if isinstance(mask, Tensor):
-            part = mask[..., some, :]
+        some, last = (
+            slice(i, i + step),
+            min(i + step, m) if isinstance(mask, str) else m,
+        )  # causal: keys up to the last row
         scores = (torch.matmul(q[:, :, some], k[:, :, :last].transpose(-1, -2)) * scale).float()  # [b, r, step, last]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        if part is not None:
-            scores = scores.masked_fill(~part, float("-inf"))
+        if isinstance(mask, str):
+            scores = scores.masked_fill(rows[some, None] < rows[:last], float("-inf"))
+        elif mask is not None:
+            scores = scores + mask.scores[..., some, :]
         lse = torch.logsumexp(scores, -1)
         weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
         outs.append(torch.matmul(weights.to(v.dtype), v[:, :, :last]))
@@ -294,7 +364,8 @@ def tree_attention(
     window = sliding_window
     now.windows[layer] = window
     if now.keep:
-        now.kept[layer] = (key[0, :, : now.keep].contiguous(), value[0, :, : now.keep].contiguous())
+        kept = slice(0, now.keep) if now.keep_rows is None else now.keep_rows
+        now.kept[layer] = (key[0, :, kept].contiguous(), value[0, :, kept].contiguous())
     if layer == now.last_layer:
         raise NothingLeftError
 
@@ -308,16 +379,15 @@ def tree_attention(
         own = slice(chain.start, chain.stop)
         mask = now.chain_mask(chain.start, chain.stop, window)
         out[:, :, own], lse[:, :, own] = attend(q[:, :, own], k[:, own], v[:, own], scale, mask, softcap)
-    if now.layout.groups:
-        rows = now.group_rows  # [b, w]
-        inside = now.windowed_group_mask(window).repeat_interleave(g, 0)[:, None]  # [b * g, 1, w, w]
-        qg = q[:, :, rows].permute(2, 0, 1, 3, 4).flatten(0, 1)  # [b * g, rep, w, d]
-        kg, vg = (t[:, rows].transpose(0, 1).flatten(0, 1) for t in (k, v))  # [b * g, w, d]
-        og, lg = attend(qg, kg, vg, scale, inside, softcap)
+
+    def within(block: Block, k: Tensor, v: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What a block's rows see of its keys among [g, m, d]; [g, rep, rows, d] and [g, rep, rows]."""
+        qb = q[:, :, block.rows].permute(2, 0, 1, 3, 4).flatten(0, 1)  # [b * g, rep, w, d]
+        kb, vb = (t[:, block.keys].transpose(0, 1).flatten(0, 1) for t in (k, v))  # [b * g, m, d]
+        ob, lb = attend(qb, kb, vb, scale, now.block_bias(block, key_positions, window, g), softcap)
         # [b * g, rep, w, …] → [g, rep, b * w, …], of which the padding is left behind
-        og = og.unflatten(0, (-1, g)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, now.group_places]
-        lg = lg.unflatten(0, (-1, g)).permute(1, 2, 0, 3).flatten(2, 3)[:, :, now.group_places]
-        out[:, :, now.grouped_rows], lse[:, :, now.grouped_rows] = og, lg
+        ob = ob.unflatten(0, (-1, g)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, block.places]
+        return ob, lb.unflatten(0, (-1, g)).permute(1, 2, 0, 3).flatten(2, 3)[:, :, block.places]
 
     def look(rows: slice, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor] | None:
         """What `rows` see of keys [g, m, d] at positions ``start…``: all of them but for the window."""
@@ -326,12 +396,22 @@ def tree_attention(
             return None
         return attend(q[:, :, rows], k[:, skip:], v[:, skip:], scale, mask, softcap)
 
+    if now.groups is not None:
+        rows = now.groups.real_rows
+        out[:, :, rows], lse[:, :, rows] = within(now.groups, k, v, now.positions[now.groups.keys])
     for chain, start in zip(now.layout.chains, now.chain_starts, strict=True):
         if chain.reach > chain.stop:
             own, below = slice(chain.start, chain.stop), slice(chain.stop, chain.reach)
             if more := look(below, k[:, own], v[:, own], start):
                 join_([(out[:, :, below], lse[:, :, below]), more])
                 lse[:, :, below] = torch.logaddexp(lse[:, :, below], more[1])
+    for block in now.higher:
+        assert now.trunks is not None
+        rows, depth = block.real_rows, torch.arange(block.keys.shape[1], device=query.device)
+        more = within(block, *now.trunks.layers[layer], now.trunks.start + depth[None])
+        mine = (out[:, :, rows], lse[:, :, rows])
+        out[:, :, rows] = join_([mine, more])
+        lse[:, :, rows] = torch.logaddexp(mine[1], more[1])
     looks = [look(slice(0, n), *segment.layers[layer], segment.start) for segment in now.segments]
     sink = None if s_aux is None else s_aux.view(g, rep, 1)
     out = join_([(out, lse), *(more for more in looks if more)], sink)
