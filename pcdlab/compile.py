@@ -104,6 +104,11 @@ class CompiledField:
         """Token ids of the whole line that says `label` (an index)."""
         return (*self.branch, *self.canonical[label].tokens)
 
+    @property
+    def longest_line(self) -> int:
+        """Tokens of the longest line."""
+        return len(self.branch) + max(len(spelling.tokens) for spelling in self.canonical)
+
     @cached_property
     def trie(self) -> dict[tuple[int, ...], dict[int, frozenset[int]]]:
         """The canonical spellings as a trie: path below the branch → next token → labels that go through it."""

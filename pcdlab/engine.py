@@ -113,6 +113,40 @@ class Engine:
         """The prompt this engine uses for a schema: what the model reads, as text and as token ids."""
         return self.compile(schema, instructions).prompt
 
+    def tokenise(self, compiled: CompiledSchema, text: str, room: int | None = None) -> tuple[list[int], int]:
+        """Token ids of a document's prompt, checked against the model's context, and how many of them are the head.
+
+        Parameters
+        ----------
+        compiled : CompiledSchema
+        text : str
+            The document.
+        room : int, optional
+            Tokens that are to follow it; by default the longest object.
+
+        Returns
+        -------
+        ids : list of int
+        cached : int
+            The length of the head; 0 where the tokenizer merged the document's first characters with the text in front of
+            them, so that the head is not there.
+
+        Raises
+        ------
+        ContextLengthError
+        """
+        head = compiled.prompt.head
+        ids = compiled.prompt.ids(text)
+        if room is None:
+            room = sum(item.longest_line for item in compiled)
+        if len(ids) + room > self.backend.max_tokens:
+            raise ContextLengthError(
+                f"{len(ids)} prompt tokens and up to {room} for the fields do not fit the {self.backend.max_tokens} tokens of "
+                f"{self.backend.model!r}. The catalogue takes {len(head)} of them, the document the rest: shorten it, split the "
+                "schema, or take a model with a longer context."
+            )
+        return ids, len(head) if len(ids) > len(head) and tuple(ids[: len(head)]) == head else 0
+
     # --- one document -------------------------------------------------------------------------------------------
 
     def extract(
@@ -388,7 +422,7 @@ class _Job:
         looks_twice = any(deciding.resolve(scorer, len(self.schema[name].labels)) == "hybrid" for name in open_fields)
         self.one_pass = len(self.waves) <= 1 and not looks_twice
         # Most tokens behind the prompt: a line, and in front of it those it sees.
-        lines = {item.field.name: len(item.branch) + max(len(s.tokens) for s in item.canonical) for item in compiled}
+        lines = {item.field.name: item.longest_line for item in compiled}
         seen = {name: lines[name] + sum(lines[other] for other in self._ancestors(name)) for name in lines}
         self.room = sum(lines.values()) if mode == "joint" else max(seen.values())
 
@@ -426,16 +460,7 @@ class _Job:
             raise ParameterError(f"the document is {type(text).__name__}, not text")
         clock: dict[str, float] = {}
         with _timed(clock, "tokenise"):
-            head = self.compiled.prompt.head
-            ids = self.compiled.prompt.ids(text)
-        # A tokenizer may merge a document's first characters with the text in front of them; then the head is not there.
-        cached = len(head) if len(ids) > len(head) and tuple(ids[: len(head)]) == head else 0
-        if len(ids) + self.room > self.backend.max_tokens:
-            raise ContextLengthError(
-                f"{len(ids)} prompt tokens and up to {self.room} for the fields do not fit the {self.backend.max_tokens} tokens "
-                f"of {self.backend.model!r}. The catalogue takes {len(head)} of them, the document the rest: shorten it, split "
-                "the schema, or take a model with a longer context."
-            )
+            ids, cached = self.engine.tokenise(self.compiled, text, self.room)
         return _Document(number, ids, cached, clock)
 
     def size(self, item: _Document | PcdlabError) -> int:
@@ -511,13 +536,7 @@ class _Job:
         if not document.cached:
             return None, False
         with _timed(clock, "head"):
-            tokens = document.ids[: document.cached]
-            prefix = self.engine.heads.get(tokens)
-            if prefix is not None:
-                return prefix, True
-            prefix = self.backend.prefill(tokens)
-            self.engine.heads.put(tokens, prefix)
-            return prefix, False
+            return self.engine.heads.state(document.ids[: document.cached])
 
     def _isolated(self, documents: Sequence[_Document], head: Any) -> None:
         """One pass per wave of fields that depend on one another."""

@@ -59,6 +59,15 @@ class HeadCache:
         self._remember(key, prefix)
         return prefix
 
+    def state(self, tokens: Sequence[int]) -> tuple[Any, bool]:
+        """The prefix of `tokens`, run and kept where it is not there yet, and whether it was."""
+        prefix = self.get(tokens)
+        if prefix is not None:
+            return prefix, True
+        prefix = self._backend.prefill(tokens)
+        self.put(tokens, prefix)
+        return prefix, False
+
     def put(self, tokens: Sequence[int], prefix: Any) -> None:
         """Keep `prefix` as the state of `tokens`."""
         key = tuple(tokens)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from brute_force import engine
+from embedded import embedded_model
 from rich.console import Console
 
 from pcdlab import bench
@@ -128,15 +129,10 @@ def test_slow_rows_run_less_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_llama_cpp_is_measured_against_its_own_grammar(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
-    from pcdlab.gguf_files import find_gguf
-
     path = tmp_path / "p.json"
     small = {**PRESET, "schema": {"urgent": PRESET["schema"]["urgent"]}}
     path.write_text(json.dumps(small), encoding="utf-8")
-    try:
-        find_gguf("smollm2-135m")
-    except Exception as seen:
-        pytest.skip(f"the embedded model is not set up ({seen}); `make test` does it")
+    embedded_model()
     baselines = ["rows", "grammar-ff", "llamacpp-gbnf", "llamacpp-gbnf-warm"]
     result = run_bench([str(path)], "smollm2-135m", "llamacpp", 1, baselines)
     rows = {row["engine"]: row for row in result["rows"]}

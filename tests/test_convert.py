@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from embedded import embedded_model
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, dequantize, quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from transformers import (
 
 from pcdlab.convert import convert
 from pcdlab.errors import ModelError
-from pcdlab.models import catalogue, locate, status
+from pcdlab.models import catalogue
 
 CONTROL = ["<|end|>", "<|start|>", "<|pad|>"]
 CORPUS = ["The parcel 12345 was held at the depot.", 'it\'s {"risk": "HIGH"},\n\n  naïve café 東京 🎉 2024-10-31'] * 2
@@ -534,9 +535,7 @@ def test_a_damaged_header_converts_or_is_refused(tmp_path: Path, good: bytes, da
 
 @pytest.fixture(scope="module")
 def embedded() -> Path:
-    if (seen := status(catalogue()[0])) != "ready":
-        pytest.skip(f"the embedded model is not set up ({seen}); `make test` does it")
-    return locate(catalogue()[0].alias)
+    return embedded_model()
 
 
 def test_embedded_model_answers(embedded: Path) -> None:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from embedded import embedded_model
 
 pytest.importorskip("llama_cpp")
 
@@ -17,7 +18,7 @@ from pcdlab.baselines.grammar import grammar_lines, grammar_matcher, grammar_tok
 from pcdlab.baselines.json_stream import generate, judge
 from pcdlab.baselines.same_answers import decide_after
 from pcdlab.engine import Engine
-from pcdlab.errors import BackendError, ModelError
+from pcdlab.errors import BackendError
 from pcdlab.gguf_files import find_gguf
 from pcdlab.schema import Field, Schema
 
@@ -34,11 +35,8 @@ SCHEMA = Schema(
 
 @cache
 def loaded() -> tuple[Engine, Model, Any]:
-    try:
-        path = find_gguf("smollm2-135m")
-    except ModelError as seen:
-        pytest.skip(f"the embedded model is not set up ({seen}); `make test` does it")
-    model = Model(path)
+    embedded_model()
+    model = Model(find_gguf("smollm2-135m"))
     engine = Engine(LlamaCppBackend(model, threads=1), GGUFCodec(model.path))
     return engine, model, engine.compile(SCHEMA)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from embedded import embedded_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -550,9 +551,7 @@ def test_loading_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def embedded() -> Path:
-    if (seen := models.status(models.catalogue()[0])) != "ready":
-        pytest.skip(f"the embedded model is not set up ({seen}); `make test` does it")
-    return models.locate(models.catalogue()[0].alias)
+    return embedded_model()
 
 
 def test_the_unpacked_embedded_model_equals_torch(embedded: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedded import embedded_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip 
 from gguf import TokenType
 from test_convert import CONTROL, bpe_keys, trained_bpe, write_gguf
 
-from pcdlab import models
 from pcdlab.backends.llamacpp_codec import GGUFCodec
 from pcdlab.backends.llamacpp_library import llama_cpp
 from pcdlab.compile import compile_schema
@@ -269,9 +269,7 @@ def test_schemas_compile(codec: GGUFCodec) -> None:
 
 
 def test_the_embedded_model_reads_the_same_prompts_as_under_transformers() -> None:
-    if (seen := models.status(models.catalogue()[0])) != "ready":
-        pytest.skip(f"the embedded model is not set up ({seen}); `make test` does it")
-    folder = models.locate(models.catalogue()[0].alias)
+    folder = embedded_model()
     (path,) = folder.glob("*.gguf")
     ours, theirs = GGUFCodec(path), HFCodec.load(folder)
     assert ours.control_ids == theirs.control_ids

@@ -10,13 +10,12 @@ import sys
 from functools import cache
 from typing import Any
 
-import pytest
+from embedded import embedded_model
 
 from pcdlab import decide, load_preset, models
 from pcdlab.baselines.grammar import grammar_lines, grammar_matcher, grammar_tokenizer, own_tokens
 from pcdlab.baselines.json_stream import generate
 from pcdlab.engine import Engine
-from pcdlab.errors import ModelError
 from pcdlab.presets import Preset
 from pcdlab.result import FieldDecision
 
@@ -71,10 +70,7 @@ def spelled(preset: Preset, values: dict[str, Any]) -> bytes:
 
 
 def test_on_the_embedded_model() -> None:
-    try:
-        engine()
-    except ModelError as error:
-        pytest.skip(f"the embedded model is not here: {error}")
+    embedded_model()
     preset = load_preset("talk_routing")
     for scorer in ("exact", "walk"):
         out = engine().extract(preset.context, preset.schema, mode="joint", scorer=scorer)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.special
 from numpy.typing import NDArray
 
 from pcdlab.backends.base import Backend
@@ -189,9 +190,7 @@ def _differences(one: Floats, other: Floats) -> tuple[float, float]:
 
 def log_softmax(logits: NDArray[np.floating]) -> Floats:
     """Log-softmax over the last axis, computed in float64."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return np.asarray(scipy.special.log_softmax(logits.astype(np.float64), axis=-1))
 
 
 # --- what the checks share -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 
 from pcdlab.backends.base import Backend
 from pcdlab.compile import CompiledSchema
@@ -58,12 +59,7 @@ class Step:
 
     def _log_probs(self) -> NDArray[np.float64]:
         assert self.logits is not None
-        return _log_softmax(self.logits)
-
-
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - float(logits.max())
-    return shifted - np.log(np.exp(shifted).sum())
+        return np.asarray(log_softmax(self.logits.astype(np.float64)))
 
 
 def next_log_probs(backend: Backend, tokens: Sequence[int]) -> NDArray[np.float64]:
@@ -85,7 +81,7 @@ def next_log_probs(backend: Backend, tokens: Sequence[int]) -> NDArray[np.float6
     """
     plain = getattr(backend, "plain_logits", None)
     rows = plain(tokens) if plain else backend.stream(backend.prefill(tokens[:1])).feed(tokens[1:])
-    return _log_softmax(rows[-1])
+    return np.asarray(log_softmax(rows[-1].astype(np.float64)))
 
 
 def anything(stop: Collection[int], limit: int) -> Rule:

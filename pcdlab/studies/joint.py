@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from pcdlab import decide as deciding
 from pcdlab.constraints import Constraint, broken, most_probable
-from pcdlab.errors import ContextLengthError, ParameterError
+from pcdlab.errors import ParameterError
 from pcdlab.schema import Field, Label, Schema
 
 if TYPE_CHECKING:
@@ -102,20 +102,9 @@ def questioner(engine: Engine, schema: Schema | Mapping[str, Any] | type, text: 
     if scorer not in ("marginal", "exact"):
         raise ParameterError(f"scorer={scorer!r} does not give log-probabilities; choose 'marginal' or 'exact'")
     compiled = engine.compile(schema)
-    head = compiled.prompt.head
-    ids = compiled.prompt.ids(text)
-    room = sum(max(len(item.line(i)) for i in range(len(item.canonical))) for item in compiled)
-    if len(ids) + room > engine.backend.max_tokens:
-        raise ContextLengthError(
-            f"{len(ids)} prompt tokens and up to {room} for the fields do not fit the {engine.backend.max_tokens} tokens of "
-            f"{engine.backend.model!r}; shorten the document, split the schema, or take a model with a longer context"
-        )
-    cached = len(head) if len(ids) > len(head) and tuple(ids[: len(head)]) == head else 0
+    ids, cached = engine.tokenise(compiled, text)
     with engine.lock:
-        prefix = None
-        if cached and (prefix := engine.heads.get(head)) is None:
-            prefix = engine.backend.prefill(head)
-            engine.heads.put(head, prefix)
+        prefix = engine.heads.state(ids[:cached])[0] if cached else None
         prefix = engine.backend.prefill(ids[cached:], prefix)
 
     order = {name: place for place, name in enumerate(compiled.schema.names)}

@@ -127,16 +127,12 @@ def read_lines(engine: Engine, schema: Schema | Mapping[str, Any] | type, name: 
     if name not in compiled.fields or compiled.fields[name].field.fixed:
         raise ParameterError(f"field {name!r} is not in the schema, or has one label; choose another")
     plan = deciding.plan([Wish(compiled.fields[name], "exact")])
-    head = compiled.prompt.head
-    ids = [compiled.prompt.ids(text) for text in ("", *texts)]
-    shared = all(tuple(row[: len(head)]) == head and len(row) > len(head) for row in ids)
-    trunks = [row[len(head) :] if shared else row for row in ids]
+    found = [engine.tokenise(compiled, text, compiled.fields[name].longest_line) for text in ("", *texts)]
+    shared = min(cached for _, cached in found)  # 0 where one prompt does not begin with the head
+    trunks = [ids[shared:] for ids, _ in found]
     rows: list[NDArray[np.float64]] = []
     with engine.lock:
-        prefix = engine.heads.get(head) if shared else None
-        if shared and prefix is None:
-            prefix = engine.backend.prefill(head)
-            engine.heads.put(head, prefix)
+        prefix = engine.heads.state(compiled.prompt.head)[0] if shared else None
         while len(rows) < len(trunks):
             batch = [trunks[len(rows)]]
             size = len(batch[0]) + len(plan.tree)

@@ -37,7 +37,7 @@ from tqdm.auto import tqdm
 import pcdlab
 from pcdlab.banks import Bank, Document
 from pcdlab.baselines.json_stream import generate, read_object, schema_lines
-from pcdlab.errors import BankError, ContextLengthError, ParameterError, PcdlabError
+from pcdlab.errors import BankError, ParameterError, PcdlabError
 from pcdlab.result import Extraction
 from pcdlab.schema import Field, Label, Schema
 
@@ -387,22 +387,9 @@ def _grammar(engine: Engine, schema: Schema, text: str) -> _Answer | PcdlabError
     """Write the object token by token along the schema."""
     start = time.perf_counter()
     compiled = engine.compile(schema)
-    head = compiled.prompt.head
     try:
-        ids = compiled.prompt.ids(text)
-        cached = len(head) if len(ids) > len(head) and tuple(ids[: len(head)]) == head else 0
-        room = sum(len(item.branch) + max(len(spelling.tokens) for spelling in item.canonical) for item in compiled)
-        if len(ids) + room > engine.backend.max_tokens:
-            raise ContextLengthError(
-                f"{len(ids)} prompt tokens and up to {room} for the object do not fit the {engine.backend.max_tokens} tokens of "
-                f"{engine.backend.model!r}; shorten the document or the schema"
-            )
-        prefix = None
-        if cached:
-            prefix = engine.heads.get(head)
-            if prefix is None:
-                prefix = engine.backend.prefill(head)
-                engine.heads.put(head, prefix)
+        ids, cached = engine.tokenise(compiled, text)
+        prefix = engine.heads.state(ids[:cached])[0] if cached else None
         steps = generate(engine.backend, prefix, ids[cached:], schema_lines(compiled), together=True)
         written = compiled.prompt.opening + engine.codec.decode([step.token for step in steps])
     except PcdlabError as error:
