@@ -333,7 +333,7 @@ def test_pairs_of_documents() -> None:
 def test_questioner_refuses() -> None:
     with pytest.raises(ParameterError, match="scorer='walk'"):
         questioner(engine(NAME), SCHEMA, TEXT, "walk")
-    with pytest.raises(ContextLengthError, match="shorten the document"):
+    with pytest.raises(ContextLengthError, match="the document the rest: shorten it"):
         questioner(engine(NAME), SCHEMA, "a b " * 4000)
 
 
