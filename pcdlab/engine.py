@@ -43,6 +43,7 @@ TOKENS_PER_PASS = 4096  # documents are batched up to this many tree nodes
 RERUN = 128  # where trunks cannot be kept: longest document that is run again for a second pass in a batch
 SCHEMAS = 16  # compiled schemas kept
 REFERENCES = 4096  # scores under an empty document kept
+NOTHING = deciding.plan([])  # what a document asks that is decided already
 LOW_MASS = 0.1  # below this the model would rather have written something else: a warning
 
 
@@ -323,8 +324,8 @@ class Engine:
         if calibrator is not None:
             asked = {"model": self.backend.model, "mode": mode, "scorer": scorer, "normalise": normalise}
             self._check_calibrator(calibrator, Schema.of(schema), asked)
-        job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode, calibrator)
-        return self._batches(job, texts, errors, tokens_per_pass)
+        job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode, calibrator, tokens_per_pass)
+        return self._batches(job, texts, errors)
 
     @staticmethod
     def _check_calibrator(calibrator: Calibration, schema: Schema, asked: Mapping[str, str]) -> None:
@@ -347,7 +348,7 @@ class Engine:
                     )
 
     @staticmethod
-    def _batches(job: _Job, texts: Iterable[str], errors: str, tokens_per_pass: int) -> Iterator[Any]:
+    def _batches(job: _Job, texts: Iterable[str], errors: str) -> Iterator[Any]:
         batch: list[_Document | PcdlabError] = []
         nodes = 0
         for number, text in enumerate(texts):
@@ -359,7 +360,7 @@ class Engine:
                     raise type(error)(f"document {number}: {error}") from None
                 item = error
             size = job.size(item)
-            if batch and nodes + size > tokens_per_pass:
+            if batch and nodes + size > job.tokens_per_pass:
                 yield from job.run(batch, errors)
                 batch, nodes = [], 0
             batch.append(item)
@@ -383,6 +384,18 @@ class _Document:
         return self.ids[self.cached :]
 
 
+@dataclass(frozen=True)
+class _Base:
+    """What the plans of some documents hang from: a prefix and, below it, a trunk of each.
+
+    With `kept` the trunks have run, and the prefix stands for all of them.
+    """
+
+    prefix: Any
+    trunks: Sequence[list[int]]
+    kept: bool = False
+
+
 @contextmanager
 def _timed(clock: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
@@ -403,6 +416,7 @@ class _Job:
         normalise: Normalise,
         mode: str,
         calibrator: Calibration | None,
+        tokens_per_pass: int,
     ) -> None:
         self.engine = engine
         self.backend = engine.backend
@@ -412,6 +426,7 @@ class _Job:
         self.normalise = normalise
         self.mode = mode
         self.calibrator = calibrator
+        self.tokens_per_pass = tokens_per_pass
         self.references: dict[tuple[str, tuple[int, ...]], Any] = {}
         open_fields = {item.name for item in self.schema if not item.fixed}
         waves = [list(self.schema.names)] if mode == "joint" else self.schema.waves()
@@ -540,14 +555,13 @@ class _Job:
 
     def _isolated(self, documents: Sequence[_Document], head: Any) -> None:
         """One pass per wave of fields that depend on one another."""
-        prefix: Any = head
-        trunks: Sequence[list[int]] = [document.trunk for document in documents]
+        base = _Base(head, [document.trunk for document in documents])
         for number, names in enumerate(self.waves):
             plans = [
                 deciding.plan([self.wish(name, document.decisions) for name in names]) if number else self.first
                 for document in documents
             ]
-            prefix, trunks = self._ask(documents, prefix, trunks, plans, keep=number + 1 < len(self.waves))
+            base = self._ask(documents, base, plans, keep=number + 1 < len(self.waves))
 
     def _joint(self, document: _Document, head: Any) -> None:
         """Fixed point: read every field under the drafted answers before it, redraft, until nothing changes.
@@ -556,7 +570,7 @@ class _Job:
         least one more, so the loop ends. Only what follows the first change is read again.
         """
         names = self.schema.names
-        prefix, (trunk,) = self._ask([document], head, [document.trunk], [self.first], keep=True)
+        base = self._ask([document], _Base(head, [document.trunk]), [self.first], keep=True)
         settled = 0 if self.schema[names[0]].fixed else 1  # nothing stands before the first field
         done = 0  # fields whose lines are in the prefix
         while settled < len(names):
@@ -572,7 +586,8 @@ class _Job:
                 return
             written = tuple(token for name in names[:settled] for token in self.line(name, answers))
             plan = deciding.plan(wishes)
-            prefix, (trunk,) = self._ask([document], prefix, [[*trunk, *lines]], [plan], True, written)
+            base = replace(base, trunks=[[*base.trunks[0], *lines]])
+            base = self._ask([document], base, [plan], True, written)
             done = settled
             changed = [name for name, value in draft.items() if answers[name].value != value]
             document.changes.append(len(changed))
@@ -581,49 +596,66 @@ class _Job:
     def _ask(
         self,
         documents: Sequence[_Document],
-        prefix: Any,
-        trunks: Sequence[list[int]],
+        base: _Base,
         plans: Sequence[Plan],
         keep: bool,
         written: tuple[int, ...] = (),
-    ) -> tuple[Any, Sequence[list[int]]]:
-        """Run each document's plan below prefix and trunk, twice where a scorer looks twice, and note the decisions.
+    ) -> _Base:
+        """Run each document's plan below its trunk, twice where a scorer looks twice, and note the decisions.
 
-        `written` are the lines between a document's prompt and its plan. Returns the prefix and the trunks to ask below next
-        time. With `keep` a single document's trunk becomes part of the prefix; those of several documents are kept beside it
-        where the backend can, else run again each time.
+        `written` are the lines between a document's prompt and its plan. Returns what to ask below next time. With `keep` one
+        trunk, or the same of all, becomes part of the prefix; different ones are kept beside it where the backend can, else
+        they run again each time.
         """
         looks_twice = any(item.wish.scorer == "hybrid" for plan in plans for item in plan.fields)
-        tree = join(trunks, [plan.tree for plan in plans]) if trunks[0] else plans[0].tree
-        length = 0
-        if keep or looks_twice:
-            if len(documents) == 1:
-                length = len(trunks[0])
-            elif (
-                self.backend.keeps_trunks and tree.shared > tree.trunk
-            ):  # no more than a chain: all documents are the same
-                length = tree.shared
-        reading = self.backend.read(prefix, tree, length)
-        if length:
-            prefix, trunks = reading.prefix, trunks if len(documents) > 1 else [[]]
-        again: list[tuple[_Document, list[int], Plan]] = []
-        read = 0
-        for document, trunk, plan in zip(documents, trunks, plans, strict=True):
-            log_probs = reading.log_probs[read : read + len(plan.tree.candidates)]
-            read += len(log_probs)
-            wishes = []
-            for item, reference in zip(plan.fields, self._references(plan, written), strict=True):
-                found = deciding.decide(item, log_probs, self.normalise, reference)
-                if isinstance(found, Wish):
-                    wishes.append(found)
-                else:
-                    document.decisions[found.name] = self._calibrated(found)
-            again.append((document, trunk, deciding.plan(wishes)))
-        if any(plan.fields for _, _, plan in again):
-            # Kept trunks serve trees that begin with all of them, also those of documents that ask for nothing more.
-            again = [one for one in again if length or one[2].fields]
-            self._ask([d for d, _, _ in again], prefix, [t for _, t, _ in again], [p for _, _, p in again], keep=False)
-        return prefix, trunks
+        alike = all(trunk == base.trunks[0] for trunk in base.trunks)
+        parts = list(self._parts(base, plans))
+        # A part of the trunks is nothing to keep.
+        whole = base.kept or (len(parts) == 1 and (alike or self.backend.keeps_trunks))
+        then, again = base, [NOTHING] * len(plans)
+        for part in parts:
+            run = range(len(plans)) if base.kept else part  # kept trunks serve trees that begin with all of them
+            trunks, trees = [base.trunks[i] for i in run], [(plans[i] if i in part else NOTHING).tree for i in run]
+            tree = join(trunks, trees)
+            length = tree.shared if whole and (keep or looks_twice) else 0
+            reading = self.backend.read(base.prefix, tree, length)
+            if length:
+                then = _Base(reading.prefix, [[]] * len(plans) if alike else base.trunks, kept=not alike)
+            read = 0
+            for i in sorted(part):
+                log_probs = reading.log_probs[read : read + len(plans[i].tree.candidates)]
+                read += len(log_probs)
+                again[i] = self._note(documents[i], plans[i], log_probs, written)
+        if any(plan.fields for plan in again):
+            self._ask(documents, then, again, keep=False)
+        return then
+
+    def _parts(self, base: _Base, plans: Sequence[Plan]) -> Iterator[set[int]]:
+        """Which documents share a pass: those that ask, in order, as many as `tokens_per_pass` allows."""
+        part: set[int] = set()
+        nodes = 0
+        for i, (trunk, plan) in enumerate(zip(base.trunks, plans, strict=True)):
+            if not plan.fields:
+                continue
+            size = len(plan.tree) + (0 if base.kept else len(trunk))
+            if part and nodes + size > self.tokens_per_pass:
+                yield part
+                part, nodes = set(), 0
+            part.add(i)
+            nodes += size
+        if part:
+            yield part
+
+    def _note(self, document: _Document, plan: Plan, log_probs: Any, written: tuple[int, ...]) -> Plan:
+        """Note what was decided; a plan for what must be looked at again."""
+        wishes = []
+        for item, reference in zip(plan.fields, self._references(plan, written), strict=True):
+            found = deciding.decide(item, log_probs, self.normalise, reference)
+            if isinstance(found, Wish):
+                wishes.append(found)
+            else:
+                document.decisions[found.name] = self._calibrated(found)
+        return deciding.plan(wishes)
 
     def _calibrated(self, decision: FieldDecision) -> FieldDecision:
         """Decide again from a calibrator's probabilities, where there is one."""

@@ -141,7 +141,7 @@ def join(trunks: Sequence[Sequence[int]], branches: Sequence[TokenTree]) -> Toke
     Parameters
     ----------
     trunks : sequence of token id sequences
-        What follows the prefix for each document, at least one token each.
+        What follows the prefix for each document; nothing, where its branches hang from the prefix itself.
     branches : sequence of TokenTree
         What hangs below the end of each trunk.
     """

@@ -46,6 +46,7 @@ from pcdlab.heads import HeadCache
 from pcdlab.result import Extraction
 from pcdlab.schema import Field, Label, Schema
 from pcdlab.tokenizer import HFCodec
+from pcdlab.tokentree import TokenTree
 
 DOCUMENT = "Dear customer, your order 4711 has been declined.\nPlease call 555-0199!"
 TEXTS = [DOCUMENT, "The quick brown fox.", "", DOCUMENT, " \n", "12:30", "Dear customer, your order", 'He said: "}']
@@ -285,6 +286,49 @@ def test_documents_together_equal_one_by_one(name: str, kind: str, options: tupl
         assert isinstance(got, list)
         for one, other in zip(alone, got, strict=True):
             assert_same(one, other)
+
+
+def nodes_of_passes(this: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Nodes that each pass over a tree runs, filled as they are made."""
+    found: list[int] = []
+    read = this.backend.read
+
+    def noted(prefix: Any, tree: TokenTree, keep: int = 0) -> Any:
+        found.append(len(tree) - len(getattr(prefix, "tokens", ())))  # kept trunks are not run
+        return read(prefix, tree, keep)
+
+    monkeypatch.setattr(this.backend, "read", noted)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "lfm2"])  # keeps trunks, runs them again
+@pytest.mark.parametrize(("scorer", "limit"), [("exact", 700), ("hybrid", 90)])
+def test_no_pass_of_any_wave_is_larger_than_asked(
+    kind: str, scorer: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = engine("gemma", kind)
+    labels = tuple(f"label {i} of {i * 7}" for i in range(40))
+    schema = Schema((Field("a", (True, False)), Field("b", labels, listed=False, depends_on=("a",))))
+    texts = [f"{text} {i}" for i, text in enumerate(TEXTS)]
+    alone = [this.extract(text, schema, scorer=scorer) for text in texts]
+    nodes = nodes_of_passes(this, monkeypatch)
+    together = this.extract_many(texts, schema, scorer=scorer, tokens_per_pass=limit, progress=False)
+    for one, other in zip(together, alone, strict=True):
+        assert_same(one, other)
+    assert len(nodes) > 3
+    assert max(nodes) <= limit
+
+
+def test_the_same_document_many_times_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    this = engine("gemma", "gemma3")
+    one = this.extract(DOCUMENT, CHAINED)
+    nodes = nodes_of_passes(this, monkeypatch)
+    this.extract(DOCUMENT, CHAINED)
+    alone = list(nodes)
+    nodes.clear()
+    for other in this.extract_many([DOCUMENT] * 5, CHAINED, progress=False):
+        assert_same(other, one)
+    assert nodes == [alone[0], *(5 * own for own in alone[1:])]  # what depends on answers is each document's own
 
 
 @pytest.mark.parametrize(("mode", "together"), [("isolated", True), ("isolated", False), ("joint", False)])

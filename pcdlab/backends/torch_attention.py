@@ -279,10 +279,8 @@ def _attend_in_pieces(
     rows = torch.arange(n, device=q.device)
     outs, lses = [], []
     for i in range(0, n, step):
-        some, last = (
-            slice(i, i + step),
-            min(i + step, m) if isinstance(mask, str) else m,
-        )  # causal: keys up to the last row
+        some = slice(i, i + step)
+        last = min(i + step, m) if isinstance(mask, str) else m  # causal: keys up to the last row
         scores = (torch.matmul(q[:, :, some], k[:, :, :last].transpose(-1, -2)) * scale).float()  # [b, r, step, last]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
