@@ -22,7 +22,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 
 from pcdlab.errors import ParameterError
-from pcdlab.schema import Label
+from pcdlab.schema import Label, Schema
 
 __all__ = [
     "CONTENT_FREE_TEXTS",
@@ -433,8 +433,9 @@ class Calibration:
         Field → its labels, in the order of the columns the calibrator was fitted on.
     calibrators : dict of str to Calibrator
         Field → its fitted calibrator; the same keys.
-    made_with : dict of str to str
-        What the log-probabilities came from (model, scorer, …): a calibrator fits no other source.
+    made_with : dict
+        What the log-probabilities came from, JSON-ready (``model``, ``scorer``, …; ``schema`` as in a preset): a calibrator fits
+        no other source. What is not in it is not checked.
 
     Raises
     ------
@@ -452,7 +453,7 @@ class Calibration:
 
     labels: dict[str, tuple[Label, ...]]
     calibrators: dict[str, Calibrator]
-    made_with: dict[str, str] = field(default_factory=dict)
+    made_with: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.labels.keys() != self.calibrators.keys():
@@ -494,6 +495,28 @@ class Calibration:
                 )
             log_probs = list(log_probs.values())
         return self.calibrators[name].predict_proba(np.asarray(log_probs, dtype=np.float64)[None])[0]
+
+    def check_schema(self, schema: Schema) -> None:
+        """Refuse a schema other than the one whose scores the calibrators were fitted on, if that is on record.
+
+        A field's scores depend on the whole prompt, which lists every field with its description and labels.
+
+        Raises
+        ------
+        ParameterError
+            The message names the fields that differ.
+        """
+        if "schema" not in self.made_with:
+            return
+        ours, theirs = schema.to_dict(), Schema.of(self.made_with["schema"], "calibrator: its schema").to_dict()
+        if json.dumps(ours) == json.dumps(theirs):
+            return
+        odd = [name for name in {**ours, **theirs} if json.dumps(ours.get(name)) != json.dumps(theirs.get(name))]
+        raise ParameterError(
+            "calibrator: it was fitted on scores under another schema, which differs in "
+            f"{', '.join(odd) or 'the order of fields'}; every score depends on the whole prompt, so ask with that schema "
+            "(the calibrator's made_with holds it), or fit one on scores under this one"
+        )
 
     def to_json(self) -> str:
         """The whole as JSON text; `from_json` gives the same probabilities back."""

@@ -323,14 +323,20 @@ class Engine:
             raise ParameterError(f"mode={mode!r} is unknown; choose 'isolated' or 'joint'")
         if calibrator is not None:
             asked = {"model": self.backend.model, "mode": mode, "scorer": scorer, "normalise": normalise}
-            self._check_calibrator(calibrator, Schema.of(schema), asked)
+            self._check_calibrator(calibrator, Schema.of(schema), {**asked, "instructions": instructions})
         job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode, calibrator, tokens_per_pass)
         return self._batches(job, texts, errors)
 
     @staticmethod
-    def _check_calibrator(calibrator: Calibration, schema: Schema, asked: Mapping[str, str]) -> None:
-        """Refuse a calibrator of other labels, or of scores made in another way; number formats are not compared."""
-        for name in set(schema.names) & set(calibrator.labels):
+    def _check_calibrator(calibrator: Calibration, schema: Schema, asked: Mapping[str, Any]) -> None:
+        """Refuse a calibrator of other fields or labels, or of scores made in another way; number formats are not compared."""
+        known = [name for name in schema.names if name in calibrator.labels]
+        if not known:
+            raise ParameterError(
+                f"calibrator: it was fitted for {', '.join(calibrator.labels) or 'no field'}, and the schema has other fields, "
+                f"{', '.join(schema.names)}; give a calibrator of this schema, or leave it out"
+            )
+        for name in known:
             ours, theirs = schema[name].labels, calibrator.labels[name]
             if [*map(Field.json, ours)] != [*map(Field.json, theirs)]:
                 raise ParameterError(
@@ -346,6 +352,7 @@ class Engine:
                         f"calibrator: it was fitted on scores with {key} {made!r}, and this is {key} {value!r}; fit one on such "
                         "scores, or ask as it was fitted"
                     )
+        calibrator.check_schema(schema)
 
     @staticmethod
     def _batches(job: _Job, texts: Iterable[str], errors: str) -> Iterator[Any]:

@@ -523,6 +523,24 @@ def test_what_is_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
         Calibration.load(tmp_path / "nothing.json")
 
 
+def test_a_calibration_knows_the_schema_of_its_scores() -> None:
+    z, _ = draw(50, seed=20, labels=2)
+    asked = {"spam": {"type": "boolean", "description": "Unwanted?"}, "urgent": {"type": "boolean"}}
+    calibration = Calibration({"spam": (True, False)}, {"spam": BatchCorrection().fit(z)}, {"schema": asked})
+    again = Calibration.from_json(calibration.to_json())
+    again.check_schema(Schema.of(asked))
+    for other, says in [
+        ({**asked, "spam": {"type": "boolean"}}, "differs in spam;"),
+        ({"spam": asked["spam"]}, "differs in urgent;"),
+        ({**asked, "late": {"type": "boolean"}}, "differs in late;"),
+        (dict(reversed(asked.items())), "differs in the order of fields;"),
+    ]:
+        with pytest.raises(ParameterError, match=says):
+            again.check_schema(Schema.of(other))
+    before_it_was_on_record = Calibration(calibration.labels, calibration.calibrators, {"model": "m"})
+    before_it_was_on_record.check_schema(Schema.of({"spam": {"type": "boolean"}}))
+
+
 def test_fields_without_a_fitted_calibrator_are_refused() -> None:
     z, _ = draw(50, seed=20)
     with pytest.raises(ParameterError, match="different fields"):
@@ -546,7 +564,9 @@ def test_calibrations_come_from_runs() -> None:
     run: Any = FakeRun()
     found = study.fit_calibration(run, ["spam"], LogisticCalibrator())
     np.testing.assert_array_equal(found.apply("spam", z[3]), LogisticCalibrator().fit(z, gold).predict_proba(z[3:4])[0])
-    assert json.loads(found.to_json())["made_with"]["model"] == "x"
+    made_with = json.loads(found.to_json())["made_with"]
+    assert made_with["model"] == "x"
+    assert (made_with["schema"], made_with["instructions"]) == ({"spam": {"type": "boolean"}}, None)
     table = study.calibrated_run(run, "spam", {"temperature": TemperatureScaling(), "batch": BatchCorrection()})
     assert table["calibrator"].tolist() == ["raw", "temperature", "batch"]
     assert table["labels"].tolist() == [False, True, False]

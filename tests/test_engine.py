@@ -682,6 +682,24 @@ def test_a_calibrator_of_other_labels_is_refused() -> None:
         engine("qwen").extract(DOCUMENT, SCHEMA, calibrator=shifted(other, {"urgent": np.zeros(2)}))
 
 
+def test_a_calibrator_that_knows_no_field_of_the_schema_is_refused() -> None:
+    other = Schema((Field("late", (True, False)),))
+    names = ", ".join(SCHEMA.names)
+    with pytest.raises(ParameterError, match=f"it was fitted for late, and the schema has other fields, {names};"):
+        engine("qwen").extract(DOCUMENT, SCHEMA, calibrator=shifted(other, {"late": np.zeros(2)}))
+
+
+def test_a_calibrator_of_another_prompt_is_refused() -> None:
+    calibration = shifted(SCHEMA, {"urgent": np.zeros(2)})
+    calibration.made_with.update(schema=SCHEMA.to_dict(), instructions=None)
+    this = engine("qwen")
+    assert this.extract(DOCUMENT, SCHEMA, calibrator=calibration).fields["urgent"].calibrated
+    with pytest.raises(ParameterError, match="calibrator: it was fitted on scores with instructions None"):
+        this.extract(DOCUMENT, SCHEMA, instructions="Decide.", calibrator=calibration)
+    with pytest.raises(ParameterError, match="calibrator: it was fitted on scores under another schema"):
+        this.extract(DOCUMENT, Schema((SCHEMA["urgent"],)), calibrator=calibration)
+
+
 # --- a model that breaks ----------------------------------------------------------------------------------------------
 
 

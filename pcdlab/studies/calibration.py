@@ -721,7 +721,8 @@ def fit_calibration(run: Run, fields: Iterable[str], calibrator: Calibrator) -> 
     Returns
     -------
     Calibration
-        Its ``made_with`` names model, backend, dtype, mode, scorer and normalisation of the run.
+        Its ``made_with`` holds model, backend, dtype, mode, scorer, normalisation and schema of the run, and that a run has the
+        default instructions.
     """
     from sklearn.base import clone
 
@@ -731,4 +732,5 @@ def fit_calibration(run: Run, fields: Iterable[str], calibrator: Calibrator) -> 
         labels[name] = tuple(known)
         fitted[name] = clone(calibrator).fit(log_probs, gold)
     keys = ("model", "backend", "dtype", "mode", "scorer", "normalise")
-    return Calibration(labels, fitted, {key: str(run.meta[key]) for key in keys})
+    made_with = {key: str(run.meta[key]) for key in keys}
+    return Calibration(labels, fitted, {**made_with, "schema": run.schema.to_dict(), "instructions": None})
