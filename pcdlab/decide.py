@@ -139,8 +139,8 @@ def check_normalise(wishes: Iterable[Wish], normalise: str) -> None:
     if normalise != "sum" and unfit:
         names = ", ".join(wish.compiled.field.name for wish in unfit)
         raise ParameterError(
-            f"normalise={normalise!r} needs log-probabilities of whole labels, which {unfit[0].scorer!r} does not give (fields "
-            f"decided by it: {names}); choose scorer='marginal' or scorer='exact'"
+            f"normalise: {normalise} needs log-probabilities of whole labels, which the scorer {unfit[0].scorer} does not give "
+            f"(fields decided by it: {names}); choose the scorer marginal or exact"
         )
 
 

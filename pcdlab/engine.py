@@ -280,8 +280,10 @@ class Engine:
         documents = frame[text].tolist()
         for place, document in enumerate(documents):
             if not isinstance(document, str):
+                # pandas may write a missing text as a float.
+                kind = "a missing value" if frame[text].isna().iloc[place] else type(document).__name__
                 raise ParameterError(
-                    f"row {frame.index[place]!r}: column {text!r} holds {type(document).__name__}, not text; drop or fill it"
+                    f"row {frame.index[place]!r}: column {text!r} holds {kind}, not text; drop or fill it"
                 )
         names = [
             n for field in Schema.of(schema).names for n in (field, f"{field}_probability", f"{field}_candidate_mass")
@@ -435,7 +437,7 @@ class _Job:
         self.calibrator = calibrator
         self.tokens_per_pass = tokens_per_pass
         self.references: dict[tuple[str, tuple[int, ...]], Any] = {}
-        open_fields = {item.name for item in self.schema if not item.fixed}
+        open_fields = [item.name for item in self.schema if not item.fixed]
         waves = [list(self.schema.names)] if mode == "joint" else self.schema.waves()
         self.waves = [wave for names in waves if (wave := [name for name in names if name in open_fields])]
         # What the first pass asks is the same for every document.

@@ -890,10 +890,12 @@ def test_bad_tables() -> None:
         this.extract_frame(frame(), SCHEMA, text="text")
     holes = frame().reset_index(drop=True)
     holes.loc[1, "body"] = np.nan
-    with pytest.raises(ParameterError, match="row 1: column 'body' holds float, not text; drop or fill it"):
+    with pytest.raises(ParameterError, match="row 1: column 'body' holds a missing value, not text; drop or fill it"):
         this.extract_frame(holes, SCHEMA, text="body")
-    with pytest.raises(ParameterError, match="row 8: column 'body' holds"):
-        this.extract_frame(holes.assign(body=["a", None, "b"], key=[7, 8, 9]).set_index("key"), SCHEMA, text="body")
+    for cell, kind in ((None, "a missing value"), (2.5, "float")):
+        odd = holes.assign(body=["a", cell, "b"], key=[7, 8, 9]).set_index("key")
+        with pytest.raises(ParameterError, match=f"row 8: column 'body' holds {kind}, not text"):
+            this.extract_frame(odd, SCHEMA, text="body")
 
 
 @pytest.mark.parametrize(
