@@ -193,6 +193,9 @@ def _print_extraction(out: Extraction) -> None:
     for heading in ("probability", "candidate mass"):
         table.add_column(heading, justify="right")
     table.add_column("next best", overflow="fold")
+    calibrated = any(field.calibrated for field in out.fields.values())
+    if calibrated:
+        table.add_column("calibrated")
     for field in out.fields.values():
         others = [(label, share) for label, share in field.alternatives if _json(label) != _json(field.value)]
         table.add_row(
@@ -201,6 +204,7 @@ def _print_extraction(out: Extraction) -> None:
             Text(f"{field.probability:.3f}", style="yellow" if field.probability < 0.5 else ""),
             "" if field.candidate_mass is None else f"{field.candidate_mass:.3f}",
             Text(f"{_json(others[0][0])}  {others[0][1]:.3f}" if others else "", style="dim"),
+            *(["yes" if field.calibrated else "no"] if calibrated else []),
         )
     stats = out.stats
     phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in stats.seconds.items())

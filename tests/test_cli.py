@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import pcdlab
 from pcdlab import models, reports
+from pcdlab.calibrators import BatchCorrection, Calibration
 from pcdlab.cli import app
 from pcdlab.errors import ModelError, ReportError
 from pcdlab.notebooks import Failure
@@ -42,7 +43,9 @@ class FakeEngine:
         cls.asked = {"model": name, "backend": backend, "dtype": dtype}
         return cls()
 
-    def extract(self, text: str, schema: Schema, mode: str, scorer: str, normalise: str) -> Extraction:
+    def extract(
+        self, text: str, schema: Schema, mode: str, scorer: str, normalise: str, calibrator: Calibration | None = None
+    ) -> Extraction:
         self.asked.update(text=text, names=list(schema.names), scorer=scorer, mode=mode, normalise=normalise)
         fields = {
             field.name: FieldDecision(
@@ -53,6 +56,7 @@ class FakeEngine:
                 log_probs={label: -1.0 for label in field.labels},
                 method="marginal",
                 alternatives=tuple((label, 0.3) for label in field.labels[1:]),
+                calibrated=calibrator is not None and field.name in calibrator.labels,
             )
             for field in schema
         }
@@ -92,6 +96,16 @@ def test_run_prints_a_table_and_what_it_cost(run: Any, preset: Path) -> None:
     assert "tiny, torch, float32: 1 forward pass, 1,234 tokens fed, 56 cached; score 0.50 s" in result.stdout
     assert "warning: the model would rather write prose" in result.stderr
     assert "library talks" not in result.stdout
+
+
+def test_run_marks_the_fields_that_a_calibrator_decided(run: Any, preset: Path, tmp_path: Path) -> None:
+    fitted = BatchCorrection().fit([[-1.0, -2.0], [-2.0, -1.0]])
+    Calibration({"spam": (True, False)}, {"spam": fitted}).save(tmp_path / "c.json")
+    result = run("run", preset, "--calibrator", tmp_path / "c.json")
+    assert result.exit_code == 0, result.output
+    ends = {line.split()[0]: line.split()[-1] for line in result.stdout.splitlines()[:3]}
+    assert ends == {"field": "calibrated", "spam": "yes", "kind": "no"}
+    assert "calibrated" not in run("run", preset).stdout
 
 
 def test_run_json_is_one_object(run: Any, preset: Path) -> None:
