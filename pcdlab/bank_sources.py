@@ -76,7 +76,7 @@ class Source:
     read: Callable[..., Content]
 
 
-def get_bank(kind: str, name: str | None = None, **options: Any) -> Bank:
+def get_bank(kind: str, name: str | None = None, replace: bool = False, **options: Any) -> Bank:
     """Fetch a public data set into a bank.
 
     Parameters
@@ -85,6 +85,8 @@ def get_bank(kind: str, name: str | None = None, **options: Any) -> Bank:
         One of :data:`SOURCES`.
     name : str, optional
         The bank's name; by default the source's.
+    replace : bool
+        Write it in the place of a bank of the same name, should there be one.
     **options
         ``event`` and ``count`` for devoxx, ``split`` for banking77 and clinc150, ``domain`` for nlupp.
 
@@ -97,7 +99,7 @@ def get_bank(kind: str, name: str | None = None, **options: Any) -> Bank:
     BankError
         If a file cannot be fetched; the message says what to do without a network.
     ParameterError
-        For an unknown source or option.
+        For an unknown source or option, or a name that a bank has already.
     """
     source = _source(kind, options)
     with tempfile.TemporaryDirectory() as temporary:
@@ -110,10 +112,16 @@ def get_bank(kind: str, name: str | None = None, **options: Any) -> Bank:
                     f"{url} cannot be fetched ({reason}). Without a network, bring the files by other means ({source.files}) "
                     f"and run: pcdlab data import {kind} FILES_OR_FOLDER"
                 ) from None
-        return import_bank(kind, [temporary], name, **options)
+        return import_bank(kind, [temporary], name, replace, **options)
 
 
-def import_bank(kind: str, paths: Sequence[str | os.PathLike[str]], name: str | None = None, **options: Any) -> Bank:
+def import_bank(
+    kind: str,
+    paths: Sequence[str | os.PathLike[str]],
+    name: str | None = None,
+    replace: bool = False,
+    **options: Any,
+) -> Bank:
     """Make a bank of a public data set's files.
 
     Parameters
@@ -124,20 +132,20 @@ def import_bank(kind: str, paths: Sequence[str | os.PathLike[str]], name: str | 
         The files, or folders with them.
     name : str, optional
         The bank's name; by default the source's.
-    **options
+    replace, **options
         As for :func:`get_bank`.
 
     Returns
     -------
     Bank
-        Written below :func:`banks_folder`; one of the same name is replaced.
+        Written below :func:`banks_folder`.
 
     Raises
     ------
     BankError
         If files are missing or have another shape.
     ParameterError
-        For an unknown source or option.
+        For an unknown source or option, or a name that a bank has already.
     """
     source = _source(kind, options)
     files: list[Path] = []
@@ -159,7 +167,7 @@ def import_bank(kind: str, paths: Sequence[str | os.PathLike[str]], name: str | 
         schema=content.schema,
         path=Path(),
     )
-    return save_bank(about, content.documents, _target(about.id))
+    return save_bank(about, content.documents, _target(about.id, replace))
 
 
 def _source(kind: str, options: Mapping[str, Any]) -> Source:
@@ -171,12 +179,18 @@ def _source(kind: str, options: Mapping[str, Any]) -> Source:
     return SOURCES[kind]
 
 
-def _target(name: str) -> Path:
+def _target(name: str, replace: bool) -> Path:
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ParameterError(f"name {name!r}: a bank's name is made of letters, digits, '.', '_' and '-'")
     if name in SHIPPED:
         raise ParameterError(f"name {name!r} is taken by a bank of this project; give another one")
-    return banks_folder() / name
+    folder = banks_folder() / name
+    if (folder / "bank.json").is_file() and not replace:
+        raise ParameterError(
+            f"name {name!r} is taken by the bank in {folder}; give another one, or replace that bank (--replace, in Python "
+            "replace=True)"
+        )
+    return folder
 
 
 def _download(url: str, path: Path) -> None:
@@ -205,17 +219,38 @@ def _records(path: Path) -> list[Any]:
     except UnicodeDecodeError as error:
         raise BankError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if path.suffix == ".csv":
-        rows = list(csv.DictReader(text.splitlines(keepends=True), strict=True))
+        table = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        try:
+            rows = list(table)
+        except csv.Error as error:
+            raise BankError(
+                f"{path}: line {table.reader.line_num}: not valid CSV ({error}); correct the file there"
+            ) from None
+        heading = (table.fieldnames or [""])[0]
+        if len(table.fieldnames or ()) == 1 and (other := next((mark for mark in ";\t|" if mark in heading), None)):
+            raise BankError(
+                f"{path}: the heading is one cell, {heading!r}, as if {other!r} stood between columns; save the table with commas"
+            )
         if odd := next((n for n, row in enumerate(rows, 1) if None in row or None in row.values()), None):
             raise BankError(f"{path}: row {odd} below the heading has more or fewer cells than it; correct the file")
         return rows
     if path.suffix not in (".json", ".jsonl"):
         raise BankError(f"{path}: unknown kind of table; give .csv, .json, .jsonl or .parquet")
+    # Not splitlines: U+2028 and its like end no line of JSON.
+    if path.suffix == ".jsonl":
+        return [_parsed(path, line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return _parsed(path, text, 1)
+
+
+def _parsed(path: Path, text: str, line: int) -> Any:
+    """Parse JSON that begins on a line of a file."""
     try:
-        # Not splitlines: U+2028 and its like end no line of JSON.
-        return json.loads(text) if path.suffix == ".json" else [json.loads(s) for s in text.split("\n") if s.strip()]
-    except ValueError as error:
-        raise BankError(f"{path}: not valid JSON ({error}); correct the file") from None
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{path}: line {line + error.lineno - 1}, column {error.colno}"
+        raise BankError(f"{where}: not valid JSON ({error.msg}); correct the file there") from None
+    except ValueError as error:  # a number with more digits than Python takes
+        raise BankError(f"{path}: line {line}: not valid JSON ({error}); correct the file") from None
 
 
 def _shuffled(documents: Iterable[Document]) -> list[Document]:
@@ -507,6 +542,7 @@ def import_table(
     schema: Schema | Mapping[str, Any] | type | None = None,
     licence: str = "",
     citation: str = "",
+    replace: bool = False,
 ) -> Bank:
     """Make a bank of a table.
 
@@ -527,21 +563,23 @@ def import_table(
         case) make a boolean.
     licence, citation : str
         Of the data.
+    replace : bool
+        Write it in the place of a bank of the same name, should there be one.
 
     Returns
     -------
     Bank
-        Written below :func:`banks_folder`; one of the same name is replaced.
+        Written below :func:`banks_folder`.
 
     Raises
     ------
     BankError
         If the file cannot be read, a column is missing, a text is empty, or labels are outside the schema (they are listed).
     ParameterError
-        If `name` is not one a bank can have, or `gold` names nothing or a field that the schema does not have.
+        If `name` is not one a bank can have or one has already, or `gold` names nothing or a field that the schema does not have.
     """
     path = Path(path)
-    target = _target(name)
+    target = _target(name, replace)
     if not gold:
         raise ParameterError("gold names no column with labels; name at least one")
     rows = _records(path)

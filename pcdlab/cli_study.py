@@ -30,6 +30,7 @@ Count = Annotated[int | None, typer.Option(min=1, help="devoxx: how many talks; 
 Split = Annotated[str | None, typer.Option(help="banking77, clinc150: test, train or val; test if not given.")]
 Domain = Annotated[str | None, typer.Option(help="nlupp: banking or hotels; banking if not given.")]
 Name = Annotated[str | None, typer.Option(help="The bank's name, if not the source's.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Write it in the place of a bank of the same name.")]
 
 
 @data_app.command("list")
@@ -79,13 +80,14 @@ def get_data(
     split: Split = None,
     domain: Domain = None,
     name: Name = None,
+    replace: Replace = False,
 ) -> None:
     """Fetch a public data set into a bank."""
     from pcdlab.bank_sources import get_bank
     from pcdlab.cli import _status
 
     with _status(f"fetching {source}"):
-        bank = get_bank(source, name, **_given(event=event, count=count, split=split, domain=domain))
+        bank = get_bank(source, name, replace, **_given(event=event, count=count, split=split, domain=domain))
     _print_made(bank)
 
 
@@ -98,6 +100,7 @@ def import_data(
     split: Split = None,
     domain: Domain = None,
     name: Name = None,
+    replace: Replace = False,
     text: Annotated[str | None, typer.Option(help="table: the column with the documents.")] = None,
     gold: Annotated[
         list[str] | None,
@@ -121,7 +124,7 @@ def import_data(
     if source != "table":
         if own:
             raise ParameterError(f"--{next(iter(own))} belongs to `pcdlab data import table`, not to {source}")
-        _print_made(import_bank(source, paths, name, **public))
+        _print_made(import_bank(source, paths, name, replace, **public))
         return
     if public:
         raise ParameterError(f"--{next(iter(public))} belongs to a public data set, not to a table")
@@ -131,7 +134,14 @@ def import_data(
     given: dict[str, Any] = {**own, "gold": columns}
     if schema is not None:
         given["schema"] = _read_schema(schema)
-    _print_made(import_table(paths[0], name, **given))
+    made = import_table(paths[0], name, replace=replace, **given)
+    _print_made(made)
+    if schema is None:
+        print(
+            "hint: the fields have no descriptions, and the model reads those too. Write them into "
+            f"{made.path.parent / 'bank.json'}, or import again with --schema FILE --replace",
+            file=sys.stderr,
+        )
 
 
 @data_app.command("show")

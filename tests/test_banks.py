@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -301,7 +302,7 @@ def test_clinc150(web: list[str]) -> None:
     }
     assert [item.id for item in bank if item.note == "out of scope"] == ["test-2"]
     assert "CC BY 3.0" in bank.licence
-    assert list(contents(get_bank("clinc150", split="val"))) == ["val-0"]
+    assert list(contents(get_bank("clinc150", split="val", name="val"))) == ["val-0"]
     with pytest.raises(BankError, match="no split 'dev'; they have val, test, train"):
         get_bank("clinc150", split="dev")
 
@@ -472,6 +473,25 @@ def test_a_table(kind: str, tmp_path: Path) -> None:
     assert list(contents(free)) == ["1", "2", "3", "4"]
 
 
+def test_a_bank_is_replaced_only_when_asked(web: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "body,topic\na,x\nb,y\n")
+    first = import_table(path, "mine", "body", {"topic": "topic"})
+    write(path, "body,topic\nc,x\nd,y\n")
+    get_bank("devoxx", count=1)
+    taken = r"name 'mine' is taken by the bank in .*mine; give another one, or replace that bank \(--replace"
+    with pytest.raises(ParameterError, match=taken):
+        import_table(path, "mine", "body", {"topic": "topic"})
+    with pytest.raises(ParameterError, match="name 'devoxx' is taken"):
+        get_bank("devoxx")
+    arguments = ("import", "table", path, "--name", "mine", "--text", "body", "--gold", "topic")
+    refused = call(*arguments)
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+    assert load_bank("mine").sha256 == first.sha256
+    assert call(*arguments, "--replace").exit_code == 0
+    assert [item.text for item in load_bank("mine")] == ["c", "d"]
+    assert len(get_bank("devoxx", replace=True)) == 3
+
+
 def test_what_tables_are_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "t.jsonl")
     with pytest.raises(BankError, match=r"no column 'bodi' \(did you mean 'body'\?\); it has nr, body"):
@@ -489,7 +509,12 @@ def test_what_tables_are_refused(tmp_path: Path) -> None:
         ("body,topic\na,x,y\n", "t.csv", "row 1 below the heading has more or fewer cells"),
         ("body,topic\n", "t.csv", "holds no rows"),
         ("[1, 2]", "t.json", "holds no rows"),
-        ('{"body": ', "t.jsonl", "not valid JSON"),
+        ('{"body": ', "t.jsonl", "line 1, column 10: not valid JSON"),
+        ('{"body": "a"}\n\n{"body": "b"}\n{"body" "c"}\n', "t.jsonl", "line 4, column 9: not valid JSON"),
+        ('[{"body": "a"},\n{"body" "c"}]', "t.json", "line 2, column 9: not valid JSON"),
+        (f'{{"body": "a"}}\n{{"body": {"1" * 5000}}}', "t.jsonl", "line 2: not valid JSON"),
+        ("body;topic\nhello, you;x\n", "t.csv", "'body;topic', as if ';' stood between columns"),
+        ('body,topic\na,x\n"b"c,y\n', "t.csv", "line 3: not valid CSV"),
         ("x", "t.txt", "unknown kind of table"),
         ("body,topic\na,\n", "t.csv", "field 'topic'"),
     ]:
@@ -527,6 +552,14 @@ def test_the_commands(web: list[str], tmp_path: Path, home: Path, monkeypatch: p
         "t=topic",
     )
     assert own.exit_code == 0, own.output
+    assert "hint: the fields have no descriptions" in own.stderr
+    assert str(home / "own" / "bank.json") in own.stderr
+    described = write(
+        tmp_path / "s.json", {"topic": {"type": "enum", "description": "What about", "choices": ["NA", "billing"]}}
+    )
+    source = ("table", tmp_path / "t.csv", "--name", "own2", "--text", "body", "--gold", "topic")
+    assert call("import", *source, "--schema", described).stderr == ""
+    shutil.rmtree(home / "own2")
     assert load_bank("own").schema.names == ("urgent", "t")
 
     listed = call("list").stdout
