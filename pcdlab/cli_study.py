@@ -255,12 +255,42 @@ def study(
     for run in made:
         failed = f", {run['failed']:,} of them not decided (see error)" if run["failed"] else ""
         print(f"{run['folder']}: {run['documents']:,} documents of {run['fields']:,} fields{failed}")
+        _print_accuracy(run["accuracy"])
+    if made[0]["accuracy"]:
+        place = Path(bank).resolve() if (Path(bank) / "bank.json").is_file() else bank
+        choices = {"bank": place, "model": None if model == "smollm2-135m" else model, "documents": limit}
+        given = "".join(f" -p {key}={value}" for key, value in choices.items() if value is not None)
+        print(f"\nnext: pcdlab report 03{given}\nor in Python: pcdlab.studies.runs.load_run({str(out)!r})")
 
 
 def _summary(run: Run) -> dict[str, Any]:
+    from pcdlab.studies.accuracy import accuracy_of_run, labelled_fields
+
     failed = {row["document"] for row in run.rows() if "error" in row}
-    documents = run.meta["bank"]["documents"]
-    return {"folder": str(run.folder), "documents": documents, "fields": len(run.schema), "failed": len(failed)}
+    return {
+        "folder": str(run.folder),
+        "documents": run.meta["bank"]["documents"],
+        "fields": len(run.schema),
+        "failed": len(failed),
+        "accuracy": accuracy_of_run(run, labelled_fields(run)).to_dict("records"),
+    }
+
+
+def _print_accuracy(rows: list[dict[str, Any]]) -> None:
+    """Show how often each labelled field is right, with 95 % intervals, and what always giving one label would reach."""
+    from pcdlab.cli import _console
+
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    kinds = list(dict.fromkeys(row["scores"] for row in rows))
+    for heading in ("field", *(f"right, {kind}" for kind in kinds), "most frequent label", "labelled"):
+        table.add_column(heading, overflow="fold", justify="left" if heading == "field" else "right")
+    for name in dict.fromkeys(row["field"] for row in rows):
+        own = [row for row in rows if row["field"] == name]
+        rates = [f"{100 * r['accuracy']:.0f} % [{100 * r['low']:.0f}, {100 * r['high']:.0f}]" for r in own]
+        table.add_row(Text(name), *map(Text, rates), f"{100 * own[0]['majority']:.0f} %", f"{own[0]['n']:,}")
+    _console().print(table)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pcdlab.studies.accuracy import (
     compare_runs,
     confusion,
     cross_validated,
+    labelled_fields,
     score,
     telling_errors,
     wilson,
@@ -173,13 +174,17 @@ def test_bad_input_is_named(shares: Any, gold: Any, says: str) -> None:
 class FakeRun:
     """A run's answers in memory."""
 
-    schema = Schema.from_dict({"spam": {"type": "boolean"}})
+    schema = Schema.from_dict(
+        {"spam": {"type": "boolean"}, "late": {"type": "boolean"}, "version": {"type": "enum", "choices": [1]}}
+    )
 
-    def __init__(self, documents: list[str], log_probs: Any, gold: list[int]) -> None:
+    def __init__(self, documents: list[str], log_probs: Any, gold: list[int], mode: str = "isolated") -> None:
         self.parts = [True, False], np.array(log_probs), np.array(gold), documents
+        self.meta = {"mode": mode}
 
     def log_probs(self, field: str) -> Any:
         assert field == "spam"
+        assert self.meta["mode"] != "grammar"
         return self.parts
 
     def rows(self) -> Any:
@@ -189,6 +194,7 @@ class FakeRun:
             yield row | ({"gold": labels[place]} if place >= 0 else {})
         yield {"document": "failed", "field": "spam", "value": None, "gold": True, "error": "too long"}
         yield {"document": "strange", "field": "spam", "value": True, "gold": "neither"}
+        yield {"document": "fixed", "field": "version", "value": 1, "gold": 1}
 
 
 def test_runs_are_compared_on_what_they_share_whatever_the_order() -> None:
@@ -207,6 +213,19 @@ def test_a_run_shows_raw_and_corrected_side_by_side() -> None:
     table = accuracy_of_run(FakeRun(list("abcd"), log_probs, [0, 0, 1, 1]), ["spam"])
     assert table["scores"].tolist() == ["raw", "batch-corrected"]
     assert table["accuracy"].tolist() == [0.5, 1.0]
+
+
+def test_a_run_without_scores_shows_raw_alone() -> None:
+    log_probs = np.log([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
+    table = accuracy_of_run(FakeRun(list("abc"), log_probs, [0, 1, 1], "grammar"), ["spam"])
+    assert table["scores"].tolist() == ["raw"]
+    assert table[["n", "correct"]].to_numpy().tolist() == [[3, 2]]
+
+
+def test_labelled_fields_have_a_choice_and_a_right_label_of_a_decided_document() -> None:
+    scores = np.log([[0.9, 0.1]])
+    assert labelled_fields(FakeRun(["a"], scores, [0])) == ["spam"]
+    assert labelled_fields(FakeRun(["a"], scores, [-1])) == []
 
 
 @settings(max_examples=20)

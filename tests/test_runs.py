@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pcdlab.engine import Engine
 from pcdlab.errors import BankError, ParameterError
 from pcdlab.schema import Field, Schema
 from pcdlab.studies import runs
+from pcdlab.studies.accuracy import wilson
 from pcdlab.studies.runs import DECISIONS, META, TIMING, Run, load_run, run_study
 
 NAME = "qwen"
@@ -387,8 +389,15 @@ def test_other_settings_are_named(small: Bank, tmp_path: Path, monkeypatch: pyte
         BankError, match=r"mode is 'isolated' there and 'grammar' here; scorer is 'auto' there and None here"
     ):
         study(small, out, mode="grammar")
-    with pytest.raises(BankError, match=r"bank\.documents is 5 there and 3 here; bank\.sha256 is"):
+    with pytest.raises(BankError, match=r"bank\.documents is 5 there and 3 here; the bank held other"):
         study(small.first(3), out)
+    item = next(iter(small))
+    relabelled = save_bank(small, [item.model_copy(update={"gold": {}}), *islice(small, 1, None)], tmp_path / "b")
+    changed = (
+        "settings: the bank held other documents or right labels then. Give another folder as out, remove this one"
+    )
+    with pytest.raises(BankError, match=changed):
+        study(relabelled, out)
     with pytest.raises(BankError, match="settings: another schema"):
         study(small.asking(Schema((SCHEMA["risk"],))), out)
     with pytest.raises(BankError, match="settings: another schema"):
@@ -449,21 +458,39 @@ def test_the_command(call: Any, small: Bank, tmp_path: Path) -> None:
     result = call(folder, "--limit", 2, "--baseline", "grammar", "--scorer", "exact", "--json")
     assert result.exit_code == 0, result.output
     name = "reports/runs/b-smollm2-135m-exact-2"
-    assert json.loads(result.stdout) == [
-        {"folder": name, "documents": 2, "fields": 4, "failed": 0},
-        {"folder": f"{name}-grammar", "documents": 2, "fields": 4, "failed": 0},
-    ]
+    told = json.loads(result.stdout)
+    assert [list(run.values())[:4] for run in told] == [[name, 2, 4, 0], [f"{name}-grammar", 2, 4, 0]]
+    rates = [[(rate["field"], rate["scores"], rate["n"]) for rate in run["accuracy"]] for run in told]
+    assert rates == [[("risk", "raw", 2), ("risk", "batch-corrected", 2)], [("risk", "raw", 2)]]
     assert load_run(tmp_path / name).meta["scorer"] == "exact"
     assert load_run(f"{tmp_path / name}-grammar").meta["mode"] == "grammar"
 
     schema = tmp_path / "s.json"
     schema.write_text(json.dumps({"urgent": {"type": "boolean"}}))
     result = call(folder, "--schema", schema, "--out", "mine")
-    assert result.stdout == "mine: 5 documents of 1 fields\n"
+    assert result.stdout == "mine: 5 documents of 1 fields\n"  # none of them labelled
     assert load_run("mine").schema.names == ("urgent",)
     result = call(folder, "--schema", schema, "--out", "mine", "--mode", "joint")
     assert result.exit_code == 2
     assert "mode is 'isolated' there and 'joint' here" in result.stderr
+
+
+@pytest.mark.parametrize("mode", ["isolated", "grammar"])
+def test_the_command_tells_the_accuracy_and_what_comes_next(call: Any, small: Bank, mode: str) -> None:
+    lines = call(small.path.parent, "--limit", 4, "--out", "mine", "--mode", mode).stdout.splitlines()
+    run = load_run("mine")
+    frame = run.frame()
+    risk = frame[frame["field"] == "risk"]
+    correct = int((risk["value"] == risk["gold"]).sum())
+    low, high = wilson(correct, 4)
+    assert lines[0] == "mine: 4 documents of 4 fields"
+    assert lines[2].startswith("risk")
+    assert f"{25 * correct} % [{100 * low:.0f}, {100 * high:.0f}]" in lines[2]
+    assert lines[2].split()[-3:] == ["50", "%", "4"]
+    assert lines[-2:] == [
+        f"next: pcdlab report 03 -p bank={small.path.parent} -p documents=4",
+        "or in Python: pcdlab.studies.runs.load_run('mine')",
+    ]
 
 
 def test_what_the_command_refuses(call: Any, small: Bank, tmp_path: Path) -> None:

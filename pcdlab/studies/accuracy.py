@@ -8,7 +8,7 @@ a probability can be trusted (that is :mod:`pcdlab.studies.calibration`'s).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "compare_runs",
     "confusion",
     "cross_validated",
+    "labelled_fields",
     "score",
     "telling_errors",
     "wilson",
@@ -382,6 +383,13 @@ def compare(correct_a: ArrayLike, correct_b: ArrayLike, resamples: int = 10_000,
 # --- from runs ------------------------------------------------------------------------------------------------------
 
 
+def labelled_fields(run: Run) -> list[str]:
+    """Name the fields with a choice, in schema order, whose right label is known for a document that was decided."""
+    labels = {field.name: _texts(field) for field in run.schema if not field.fixed}
+    found = {row["field"] for row in run.rows() if _is_labelled(row, labels.get(row["field"], set()))}
+    return [name for name in labels if name in found]
+
+
 def accuracy_of_run(run: Run, fields: Sequence[str]) -> pd.DataFrame:
     """Accuracy of fields of a run, as read and with each label's mean log-probability over the run subtracted.
 
@@ -395,12 +403,19 @@ def accuracy_of_run(run: Run, fields: Sequence[str]) -> pd.DataFrame:
     -------
     DataFrame
         Two rows per field: ``field``, ``scores`` ("raw" or "batch-corrected"), and what :func:`score` gives. The correction
-        sees all documents of the run and none of their labels.
+        sees all documents of the run and none of their labels. A run of mode "grammar" has no scores to correct: one row per
+        field, ``scores`` being "raw".
     """
     from pcdlab.calibrators import BatchCorrection
 
     rows: list[dict[str, Any]] = []
     for name in fields:
+        if run.meta["mode"] == "grammar":
+            texts = [Field.json(label) for label in run.schema[name].labels]
+            answers = np.array([[texts.index(text) for text in pair] for pair in _answers(run, name).values()])
+            chosen, right = answers.reshape(-1, 2).T
+            rows.append({"field": name, "scores": "raw", **score(np.eye(len(texts))[chosen], right)})
+            continue
         _, log_probs, gold, _ = run.log_probs(name)
         corrected = BatchCorrection().fit(log_probs).predict_proba(log_probs)
         rows.append({"field": name, "scores": "raw", **score(softmax(log_probs, axis=1), gold)})
@@ -437,9 +452,18 @@ def compare_runs(run_a: Run, run_b: Run, name: str) -> Comparison:
 
 def _answers(run: Run, name: str) -> dict[str, tuple[str, str]]:
     """Document → JSON text of the chosen and of the right label; without those for which no label is right."""
-    labels = {Field.json(label) for label in run.schema[name].labels}
+    labels = _texts(run.schema[name])
     return {
         row["document"]: (Field.json(row["value"]), Field.json(row["gold"]))
         for row in run.rows()
-        if row["field"] == name and "error" not in row and "gold" in row and Field.json(row["gold"]) in labels
+        if row["field"] == name and _is_labelled(row, labels)
     }
+
+
+def _is_labelled(row: Mapping[str, Any], labels: set[str]) -> bool:
+    """Whether a row was decided and its right label is among those, given as JSON text."""
+    return "error" not in row and "gold" in row and Field.json(row["gold"]) in labels
+
+
+def _texts(field: Field) -> set[str]:
+    return {Field.json(label) for label in field.labels}

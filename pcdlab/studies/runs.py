@@ -433,7 +433,8 @@ def _claim(folder: Path, meta: dict[str, Any]) -> None:
     differences = list(_differences({**there, "created": ""}, {**meta, "created": ""}))
     if differences:
         raise BankError(
-            f"{folder}: holds a run with other settings: {'; '.join(differences)}. Give another folder, or the settings it has"
+            f"{folder}: holds a run with other settings: {'; '.join(differences)}. Give another folder as out, remove this one, "
+            "or ask as it was asked"
         )
 
 
@@ -441,6 +442,9 @@ def _differences(there: Any, asked: Any, where: str = "") -> Iterator[str]:
     if where == "schema":  # long; that it is another one says enough
         if json.dumps(there) != json.dumps(asked):
             yield "another schema"
+    elif where == "bank.sha256":
+        if there != asked:
+            yield "the bank held other documents or right labels then"
     elif isinstance(there, Mapping) and isinstance(asked, Mapping):
         for key in dict.fromkeys([*there, *asked]):
             yield from _differences(there.get(key), asked.get(key), f"{where}.{key}".lstrip("."))
