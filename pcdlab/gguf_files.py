@@ -61,7 +61,8 @@ def find_gguf(name: str | os.PathLike[str]) -> Path:
         return found_in_store
     if (spec := models.find(name)) is not None:
         return _only(_first_parts(models.gguf_files(spec)), f"alias {name!r}")
-    known = [*(file.stem for file in _ggufs(MODELS_FOLDER)), *ollama_models(), models.catalogue()[0].alias]
+    aliases = [spec.alias for spec in models.catalogue() if models.checkpoint(spec, "llamacpp")]
+    known = [*(file.stem for file in _ggufs(MODELS_FOLDER)), *ollama_models(), *aliases]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     raise ModelError(
         f"no GGUF file for {name!r}: it is not a file or folder, not in {MODELS_FOLDER}/, not an alias, and not in the Ollama "
