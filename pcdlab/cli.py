@@ -118,7 +118,11 @@ def run(
         str | None, typer.Option(metavar="FILE", help="Read this document, not the preset's; - is stdin.")
     ] = None,
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Fill this schema, not the preset's: a JSON Schema or a preset.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Fill this schema, not the preset's: fields as in a preset, a JSON Schema, or a preset.",
+        ),
     ] = None,
     calibrator: Annotated[
         Path | None,

@@ -22,7 +22,9 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def lint(
-    preset: Annotated[str, typer.Argument(help="A preset's name or file, or a file with a JSON Schema.")],
+    preset: Annotated[
+        str, typer.Argument(help="A preset's name or file, or a file with fields as in a preset or a JSON Schema.")
+    ],
     model: Annotated[
         str, typer.Option(help="Alias, local folder or Hugging Face id; only its tokenizer is read.")
     ] = "smollm2-135m",

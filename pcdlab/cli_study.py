@@ -110,7 +110,11 @@ def import_data(
     ] = None,
     id: Annotated[str | None, typer.Option("--id", help="table: the column with ids.")] = None,
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="table: the schema; by default the labels that occur.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="table: the schema, as fields of a preset, a JSON Schema, or a preset; by default the labels that occur.",
+        ),
     ] = None,
     licence: Annotated[str | None, typer.Option(help="table: the data's licence.")] = None,
     citation: Annotated[str | None, typer.Option(help="table: where the data come from.")] = None,
@@ -197,7 +201,10 @@ def study(
     backend: Annotated[str, typer.Option(help="torch, mlx or llamacpp.")] = "torch",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Fill this schema, not the bank's: a JSON Schema or a preset.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Fill this schema, not the bank's: fields as in a preset, a JSON Schema, or a preset."
+        ),
     ] = None,
     mode: Annotated[str, typer.Option(help="isolated, joint or grammar (token by token, values only).")] = "isolated",
     scorer: Annotated[str, typer.Option(help="auto, marginal, exact, walk or hybrid.")] = "auto",
