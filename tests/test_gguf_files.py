@@ -123,7 +123,7 @@ def test_unknown_names_get_near_ones() -> None:
     ollama("registry.ollama.ai/library/smollm2/360m", [("model", "sha256:1")])
     with pytest.raises(ModelError, match="Did you mean tiny-llama"):
         find_gguf("tiny-lama")
-    with pytest.raises(ModelError, match="Did you mean qwen2.5-0.5b"):
+    with pytest.raises(ModelError, match=r"Did you mean qwen2\.5-0\.5b"):
         find_gguf("qwen2.5-05b")
     with pytest.raises(ModelError, match="Did you mean smollm2:360m"):
         find_gguf("smollm2:36")
