@@ -245,7 +245,7 @@ class Engine:
             raise ParameterError(f"tokens_per_pass={tokens_per_pass!r} is no positive whole number")
         total = len(texts) if isinstance(texts, Sized) else None
         how = (mode, scorer, normalise, instructions, calibrator)
-        results = self._extract(texts, schema, *how, errors, tokens_per_pass)
+        results = map(_without_frames, self._extract(texts, schema, *how, errors, tokens_per_pass))
         shown = tqdm(results, total=total, unit="doc", disable=not progress or total == 1)
         return list(shown) if total is not None else iter(shown)
 
@@ -658,7 +658,10 @@ class _Job:
     def _note(self, document: _Document, plan: Plan, log_probs: Any, written: tuple[int, ...]) -> Plan:
         """Note what was decided; a plan for what must be looked at again."""
         wishes = []
-        for item, reference in zip(plan.fields, self._references(plan, written), strict=True):
+        references = self._references(plan, written)
+        if self.normalise == "unconditional" and document.ids == self.compiled.prompt.ids(""):
+            references = [deciding.scores(item, log_probs) for item in plan.fields]  # itself, or rounding would decide
+        for item, reference in zip(plan.fields, references, strict=True):
             found = deciding.decide(item, log_probs, self.normalise, reference)
             if isinstance(found, Wish):
                 wishes.append(found)
@@ -693,6 +696,13 @@ class _Job:
                 wish = item.wish
                 self.references[wish.compiled.field.name, wish.before] = deciding.scores(item, log_probs)
         return [self.references[key] for key in keys]
+
+
+def _without_frames(result: Any) -> Any:
+    """A returned error lives as long as the results do, and its traceback would keep every tensor of the pass alive."""
+    if isinstance(result, PcdlabError):
+        result.__traceback__ = result.__cause__ = result.__context__ = None
+    return result
 
 
 def _fixed(item: CompiledField) -> FieldDecision:

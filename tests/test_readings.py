@@ -41,6 +41,10 @@ def test_every_way_is_the_engines(name: str, scorer: Any, normalise: Any) -> Non
         np.testing.assert_allclose(reading.scores(scorer, normalise), rows, atol=1e-9)
 
 
+def test_no_documents() -> None:
+    assert read_lines(engine("characters"), SCHEMA, "few", []).decisions("exact") == []
+
+
 def test_the_other_fields_stay_in_the_catalogue() -> None:
     this = engine("characters")
     reading = read_lines(this, SCHEMA, "few", TEXTS[:1])

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCABULARY, tiny
+from tiny_models import SHARED, VOCABULARY, tiny
 
 from pcdlab.backends import torch as torch_backend
 from pcdlab.backends import torch_attention
@@ -145,7 +146,7 @@ def test_below_kept_trunks_all_is_as_if_they_ran_again(seed: int, kind: str, bar
         assert (got.prefix is kept.prefix) == bool(more)
 
 
-def test_what_kept_trunks_cannot_do_is_refused() -> None:
+def test_what_kept_trunks_cannot_do_is_refused(tmp_path: Path) -> None:
     backend = BACKENDS["llama"]
     trunks = [[3, 4], [5, 6]]
     branches = random_tree(3, trunk=1, branches=2)
@@ -158,6 +159,16 @@ def test_what_kept_trunks_cannot_do_is_refused() -> None:
     at_the_end = replace(tree, read_nodes=np.array([1, *tree.read_nodes[1:]]))
     with pytest.raises(ParameterError, match="a read sits at node 1"):
         backend.read(kept, at_the_end)
+    nothing = join(trunks, [TreeBuilder().build()] * 2)
+    with pytest.raises(ParameterError, match="no node that this pass would run .4 of its 4"):
+        backend.read(kept, nothing)
+    with pytest.raises(ParameterError, match="no node that this pass would run .0 of its 0"):
+        backend.read(None, TreeBuilder().build())
+    for verb in (backend.stream, lambda prefix: backend.prefill([3], prefix), lambda prefix: backend.save(prefix, path)):
+        path = tmp_path / "prefix.safetensors"
+        with pytest.raises(ParameterError, match="trunks of several documents"):
+            verb(kept)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -194,6 +205,7 @@ def test_stream_feeds_and_rolls_back(kind: str) -> None:
     assert stream.length == 20
     got += [stream.feed([token]) for token in tokens[20:]]
     np.testing.assert_allclose(np.concatenate(got), expected[5:], atol=1e-4)
+    assert stream.feed([]).shape == (0, VOCABULARY)
     with pytest.raises(ParameterError, match="only 85 tokens"):
         stream.rollback(86)
 
@@ -295,6 +307,30 @@ def test_scores_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "llama":  # through the same code as a device without the CPU kernel
         monkeypatch.setattr(torch_attention, "attend", lambda *args: original(*args[:5], 1e6))
     np.testing.assert_allclose(backend.read(backend.prefill(head), tree).log_probs, whole, atol=1e-5)
+
+
+def test_rows_do_not_run_a_document_again_for_every_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TorchBackend(tiny("lfm2"))
+    rng = np.random.default_rng(23)
+    trunks = [[7, 8, *rng.integers(3, VOCABULARY, n).tolist()] for n in (30, 1, 40, 25)]
+    tree = join(trunks, [random_tree(24, trunk=1, branches=9)] * len(trunks))
+    expected = plain(backend, [3, 4], tree)
+    prefix = backend.prefill([3, 4])
+    fed = []
+    for most in (0, 100, 10_000):
+        monkeypatch.setattr(torch_backend, "REPEATED", most)
+        before = backend.meter.tokens_fed
+        np.testing.assert_allclose(backend.read(prefix, tree).log_probs, expected, atol=1e-5)
+        fed.append(backend.meter.tokens_fed - before)
+    assert fed[0] == len(tree)  # nothing twice
+    assert len(tree) < fed[1] < len(tree) + len(trunks) * 200
+    assert fed[2] > 3 * len(tree)
+
+
+def test_a_kept_prefix_holds_its_own_keys_only() -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**SHARED, "num_key_value_heads": 1}))
+    kept = TorchBackend(model).read(None, random_tree(25, trunk=3, branches=40), keep=3).prefix
+    assert sum(t.untyped_storage().nbytes() for pair in kept.segments[0].layers.values() for t in pair) == kept.nbytes
 
 
 @pytest.mark.parametrize("kind", ["granite", "cohere"])

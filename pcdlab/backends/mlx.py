@@ -722,6 +722,8 @@ class MlxStream:
     def feed(self, tokens: Sequence[int], last: bool = False) -> NDArray[np.float32]:
         """Append tokens; logits after each or the last, float32, shape (k, vocabulary) or (1, vocabulary)."""
         backend = self._backend
+        if not len(tokens):
+            return np.empty((0, backend.vocabulary), dtype=np.float32)
         backend._check_length(self.length + len(tokens))
         backend.meter.count(len(tokens))
         states = backend._body(mx.array([list(tokens)]), cache=self._cache)[0]  # [k, hidden]

@@ -44,6 +44,7 @@ HEAD_BYTES = 48 << 20  # most bytes of logits held at once: longer reads go thro
 PROBE_LIMIT, PROBE_LIMIT_LOW = 1e-4, 0.15  # float32; anything below
 SHORT = 512  # tokens up to which segments are joined by a copy: each costs every later pass a kernel call and a merge per layer
 ROWS_PER_PASS = 32  # rows layout: most copies of the cache at once
+REPEATED = 256  # rows layout: most tokens run again because rows share them; from then on they get a pass of their own
 
 # Which attention function runs is a setting of the whole model: of two passes at once each would run the other's.
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
@@ -225,6 +226,7 @@ class TorchBackend:
         """Run `tokens` on top of `parent`; see :class:`pcdlab.backends.base.Backend`."""
         if not len(tokens):
             raise ParameterError("prefill needs at least one token; give the parent itself where nothing is added")
+        _refuse_trunks(parent, "prefill")
         if self.layout == "rows":
             return self._extend_rows(parent, list(tokens))[0]
         n = len(tokens)
@@ -237,6 +239,8 @@ class TorchBackend:
     def read(self, prefix: Any, tree: TokenTree, keep: int = 0) -> Reading:
         """Run a tree and answer its reads; see :class:`pcdlab.backends.base.Backend`."""
         known = len(prefix.tokens) if isinstance(prefix, KeptTrunks) else 0
+        if len(tree) <= known:
+            raise ParameterError(f"the tree has no node that this pass would run ({known} of its {len(tree)} have run)")
         if not ((self.keeps_trunks and keep == tree.shared) or 0 <= keep <= (0 if known else tree.trunk)):
             raise ParameterError(f"keep={keep} is not within the tree's trunk of {tree.trunk} nodes")
         if (tree.read_nodes < known).any():
@@ -252,10 +256,12 @@ class TorchBackend:
 
     def stream(self, prefix: Any) -> TorchStream:
         """Begin token-by-token work; see :class:`pcdlab.backends.base.Backend`."""
+        _refuse_trunks(prefix, "stream")
         return TorchStream(self, prefix)
 
     def save(self, prefix: PackedPrefix, path: Path) -> None:
         """Write a packed prefix as safetensors."""
+        _refuse_trunks(prefix, "save")
         tensors: dict[str, Tensor] = {}
         for i, segment in enumerate(prefix.segments):
             for layer, (k, v) in segment.layers.items():
@@ -384,32 +390,48 @@ class TorchBackend:
         return output.last_hidden_state
 
     def _read_rows(self, prefix: RowsPrefix | None, tree: TokenTree, keep: int) -> tuple[Tensor, RowsPrefix | None]:
-        """Each leading chain as one row, everything below it as one row per leaf."""
+        """Each leading chain as one row, everything below it as one row per leaf.
+
+        Where the rows would repeat a long beginning (documents of a batch that share their first words), it too is a chain.
+        """
         kept: RowsPrefix | None = None
         children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
         for node, parent in enumerate(tree.parents.tolist()):
             children[parent].append(node)
+        leaves = [int(not below) for below in children]
+        for node in range(len(tree) - 1, -1, -1):
+            leaves[tree.parents[node]] += leaves[node]
         states: dict[int, Tensor] = {}  # node -> [hidden]
         wanted = set(tree.read_nodes.tolist())
+
+        def chain_from(node: int) -> list[int]:
+            chain = [node]
+            while len(children[chain[-1]]) == 1:
+                chain.append(children[chain[-1]][0])
+            return chain
 
         def note(nodes: Sequence[int], hidden: Tensor) -> None:
             states.update((node, hidden[i]) for i, node in enumerate(nodes) if node in wanted)
 
-        for root in children[-1]:
-            chain = [root]
-            while len(children[chain[-1]]) == 1:
-                chain.append(children[chain[-1]][0])
-            base = prefix
+        work = [(prefix, chain_from(root)) for root in reversed(children[-1])]
+        while work:
+            base, chain = work.pop()
             done = 0
-            for stop in sorted({keep, len(chain)} - {0}) if root == 0 else [len(chain)]:
+            for stop in sorted({keep, len(chain)} - {0}) if chain[0] == 0 else [len(chain)]:
                 nodes = chain[done:stop]
                 base, hidden = self._extend_rows(base, tree.tokens[nodes].tolist())
                 note(nodes, hidden)
-                kept = base if root == 0 and stop == keep else kept
+                kept = base if chain[0] == 0 and stop == keep else kept
                 done = stop
             assert base is not None
-            paths = [path[1:] for path in _leaf_paths(children, chain[-1])]
-            for first in range(0, len(paths) if children[chain[-1]] else 0, ROWS_PER_PASS):
+            paths: list[list[int]] = []
+            for child in children[chain[-1]]:
+                own = chain_from(child)
+                if len(own) * (leaves[child] - 1) > REPEATED:
+                    work.append((base, own))
+                else:
+                    paths.extend(_leaf_paths(children, child))
+            for first in range(0, len(paths), ROWS_PER_PASS):
                 rows = paths[first : first + ROWS_PER_PASS]
                 cache = copy.deepcopy(base.cache)
                 cache.reorder_cache(torch.zeros(len(rows), dtype=torch.int64, device=self.device))  # row 0, n times
@@ -552,6 +574,8 @@ class TorchStream:
     def feed(self, tokens: Sequence[int], last: bool = False) -> NDArray[np.float32]:
         """Append tokens; logits after each or the last, float32, shape (k, vocabulary) or (1, vocabulary)."""
         backend, n = self._backend, len(tokens)
+        if not n:
+            return np.empty((0, backend.vocabulary), dtype=np.float32)
         if backend.layout == "rows":
             states = backend._run_rows([list(tokens)], self._cache, self.length)[0]
         else:
@@ -612,6 +636,11 @@ def _write(buffer: Tensor | None, at: int, new: Tensor) -> Tensor:
         buffer = new.new_empty(new.shape[0], max(64, 2 * new.shape[1]), new.shape[2])
     buffer[:, at : at + new.shape[1]] = new
     return buffer
+
+
+def _refuse_trunks(prefix: Any, verb: str) -> None:
+    if isinstance(prefix, KeptTrunks):
+        raise ParameterError(f"{verb} takes one run of tokens, and this prefix holds the trunks of several documents")
 
 
 def _above(known: KeptTrunks, hangs: NDArray[np.int64]) -> tuple[tuple[slice, NDArray[np.int64]], ...]:

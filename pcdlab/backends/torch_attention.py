@@ -363,7 +363,8 @@ def tree_attention(
     now.windows[layer] = window
     if now.keep:
         kept = slice(0, now.keep) if now.keep_rows is None else now.keep_rows
-        now.kept[layer] = (key[0, :, kept].contiguous(), value[0, :, kept].contiguous())
+        # A copy in any case: a view would hold the whole pass as long as the prefix lives.
+        now.kept[layer] = tuple(t[0, :, kept].clone(memory_format=torch.contiguous_format) for t in (key, value))  # type: ignore[assignment]
     if layer == now.last_layer:
         raise NothingLeftError
 

@@ -143,4 +143,4 @@ def read_lines(engine: Engine, schema: Schema | Mapping[str, Any] | type, name: 
                 batch.append(trunk)
             read = engine.backend.read(prefix, join(batch, [plan.tree] * len(batch))).log_probs
             rows.extend(read.reshape(len(batch), -1))
-    return Reading(plan.fields[0], np.array(rows[1:]).reshape(len(texts), -1), rows[0])
+    return Reading(plan.fields[0], np.array(rows)[1:], rows[0])
