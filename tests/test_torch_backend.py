@@ -160,14 +160,17 @@ def test_what_kept_trunks_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="a read sits at node 1"):
         backend.read(kept, at_the_end)
     nothing = join(trunks, [TreeBuilder().build()] * 2)
-    with pytest.raises(ParameterError, match="no node that this pass would run .4 of its 4"):
+    with pytest.raises(ParameterError, match=r"no node that this pass would run \(4 of its 4"):
         backend.read(kept, nothing)
-    with pytest.raises(ParameterError, match="no node that this pass would run .0 of its 0"):
+    with pytest.raises(ParameterError, match=r"no node that this pass would run \(0 of its 0"):
         backend.read(None, TreeBuilder().build())
-    for verb in (backend.stream, lambda prefix: backend.prefill([3], prefix), lambda prefix: backend.save(prefix, path)):
-        path = tmp_path / "prefix.safetensors"
-        with pytest.raises(ParameterError, match="trunks of several documents"):
-            verb(kept)
+    path = tmp_path / "prefix.safetensors"
+    with pytest.raises(ParameterError, match="stream takes one run of tokens"):
+        backend.stream(kept)
+    with pytest.raises(ParameterError, match="prefill takes one run of tokens"):
+        backend.prefill([3], kept)
+    with pytest.raises(ParameterError, match="save takes one run of tokens"):
+        backend.save(kept, path)
     assert not path.exists()
 
 

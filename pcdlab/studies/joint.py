@@ -340,11 +340,10 @@ def strongest(matrix: pd.DataFrame, least: float = 0.0) -> list[tuple[str, str, 
     list of (str, str, float)
         Knowing field, moved field, strength.
     """
+    strengths = matrix.to_numpy(dtype=np.float64)
     edges = [
-        (str(a), str(b), float(matrix.at[a, b]))
-        for a in matrix.index
-        for b in matrix.columns
-        if np.nan_to_num(matrix.at[a, b], nan=-np.inf) > least
+        (str(matrix.index[i]), str(matrix.columns[j]), float(strengths[i, j]))
+        for i, j in zip(*np.nonzero(strengths > least), strict=True)  # not a number is never above
     ]
     return sorted(edges, key=lambda edge: -edge[2])  # stable: equal ones in schema order
 
