@@ -22,7 +22,7 @@ from pcdlab.baselines.first_token import first_token
 from pcdlab.baselines.grammar import grammar_lines, grammar_matcher, grammar_tokenizer, own_tokens
 from pcdlab.baselines.json_stream import Rule, anything, generate, judge, schema_lines
 from pcdlab.baselines.same_answers import decide_after
-from pcdlab.bench_measure import Clock, measure, median, peak_bytes
+from pcdlab.bench_measure import Clock, bfloat16_is_faster, measure, median, peak_bytes
 from pcdlab.bench_sweeps import Sizes, race, run_sweeps
 from pcdlab.engine import Engine
 from pcdlab.errors import ParameterError, TokenizationError
@@ -148,7 +148,10 @@ def _dtypes(backend: str) -> list[str]:
         return ["auto"]
     from pcdlab.backends.torch import best_device, best_dtype
 
-    return list(dict.fromkeys(["float32", best_dtype(best_device())]))
+    device = best_device()
+    own = best_dtype(device)
+    measured = ["float32", *(["bfloat16"] if bfloat16_is_faster(device) else [])]
+    return [*(dtype for dtype in measured if dtype != own), own]  # the backend's own choice last: sweeps are in it
 
 
 class _Bench:
@@ -158,9 +161,8 @@ class _Bench:
         self.engine, self.scenario, self.baselines, self.left_out = engine, scenario, baselines, left_out
         self.backend: Any = engine.backend
         self.compiled = engine.compile(scenario.schema)
-        self.ids = self.compiled.prompt.ids(scenario.context)
-        head = self.compiled.prompt.head
-        self.cut = len(head) if tuple(self.ids[: len(head)]) == head else 1
+        self.ids, cached = engine.tokenise(self.compiled, scenario.context)
+        self.cut = cached or 1  # what is written needs a prompt in two parts
         own = generate(self.backend, None, self.ids, schema_lines(self.compiled), together=True)
         self.reference = self._judged([step.token for step in own]).values
 

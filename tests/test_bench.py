@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pcdlab import bench
 from pcdlab.bench import run_bench
-from pcdlab.bench_measure import peak_bytes
+from pcdlab.bench_measure import bfloat16_is_faster, peak_bytes
 from pcdlab.bench_report import compare, print_bench, print_comparison, read_bench
 from pcdlab.errors import ParameterError
 
@@ -47,6 +47,31 @@ def measure(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **option
     result = run_bench([str(path)], "tiny", runs=1, report=said.append, **options)
     assert len(said) == len(result["rows"]) + 1
     return json.loads(json.dumps(result))
+
+
+@pytest.fixture(autouse=True)
+def _one_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is faster on the machine of the tests is not theirs to say."""
+    monkeypatch.setattr(bench, "bfloat16_is_faster", lambda device: False)
+
+
+@pytest.mark.parametrize(("device", "faster", "expected"), [
+    ("cpu", False, ["float32"]),
+    ("cpu", True, ["bfloat16", "float32"]),
+    ("cuda", True, ["float32", "bfloat16"]),
+    ("cuda", False, ["float32", "bfloat16"]),
+])  # fmt: skip
+def test_every_number_format_one_would_run_is_measured_the_default_last(
+    device: str, faster: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "bfloat16_is_faster", lambda device: faster)
+    monkeypatch.setattr("pcdlab.backends.torch.best_device", lambda: device)
+    assert bench._dtypes("torch") == expected
+    assert bench._dtypes("mlx") == ["auto"]
+
+
+def test_which_number_format_is_faster_can_be_told() -> None:
+    assert bfloat16_is_faster("cpu") in (True, False)
 
 
 def test_peak_bytes_sees_what_was_alive_at_once() -> None:

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import SHARED, VOCABULARY, tiny
 
 from pcdlab.backends import torch as torch_backend
-from pcdlab.backends import torch_attention
+from pcdlab.backends import torch_attention, torch_products
 from pcdlab.backends.torch import PackedPrefix, TorchBackend
 from pcdlab.errors import BackendError, ModelError, NumericsError, ParameterError
-from pcdlab.tokentree import TokenTree, TreeBuilder, join
+from pcdlab.tokentree import TokenTree, TreeBuilder, join, lay_out
 
 PURE_ATTENTION = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mistral", "gpt_oss"]
 HYBRID = ["lfm2", "qwen3_next"]
@@ -224,6 +224,90 @@ def test_the_matrix_kernel_equals_the_flash_kernel(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch_attention, "attend", no_flash)
     matrix = BACKENDS["gemma3"].read(BACKENDS["gemma3"].prefill([3, 4, 5, 6]), tree).log_probs
     np.testing.assert_allclose(matrix, flash, atol=1e-5)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every pass that may takes the way through matrix products, in small blocks; rows of each layer that did."""
+    rows: list[int] = []
+
+    def noted(blocks, q, k, v, prefix, scale):  # type: ignore[no-untyped-def]
+        rows.append(q.shape[2])
+        assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
+        assert blocks[-1].stop == q.shape[2]
+        return torch_products.attend_blocks(blocks, q, k, v, prefix, scale)
+
+    monkeypatch.setattr(torch_attention, "fast_products", lambda device, dtype: True)
+    monkeypatch.setattr(torch_attention, "attend_blocks", noted)
+    monkeypatch.setattr(torch_attention, "FEWEST", 1)
+    monkeypatch.setattr(torch_products, "ROWS", 17)
+    monkeypatch.setattr(torch_backend, "lay_out", lambda tree, group_size=9: lay_out(tree, group_size))
+    return rows
+
+
+@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(0, 40), st.integers(0, 30))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_products_equal_plain(products: list[int], seed: int, trunk: int, branches: int, length: int) -> None:
+    backend = BACKENDS["llama"]
+    head = np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
+    tree = random_tree(seed, trunk, branches)
+    products.clear()
+    got = backend.read(backend.prefill(head) if head else None, tree).log_probs
+    np.testing.assert_allclose(got, plain(backend, head, tree), atol=1e-5)
+    assert products.count(len(tree)) >= 3  # a layer each
+
+
+@given(st.integers(0, 10_000), st.booleans(), st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_products_below_kept_trunks(products: list[int], seed: int, bare: bool, large: bool) -> None:
+    backend = BACKENDS["llama"]
+    rng = np.random.default_rng(seed)
+    trunks = documents(rng, int(rng.integers(1, 6)))
+    head = rng.integers(3, VOCABULARY, seed % 17 + 1).tolist()
+    prefix = None if bare else backend.prefill(head)
+    sizes = rng.choice([0, 2, 30 if large else 1], (2, len(trunks)))
+    sizes[:, -1] = 2
+    first, then = (
+        join(trunks, [random_tree(seed + i, 1, n) if n else TreeBuilder().build() for i, n in enumerate(some)])
+        for some in sizes.tolist()
+    )
+    kept = backend.read(prefix, first, keep=first.shared)
+    products.clear()
+    got = backend.read(kept.prefix, then).log_probs
+    assert products == [len(then) - then.shared] * 3
+    expected = [
+        plain(backend, [*([] if bare else head), *trunk], random_tree(seed + i, 1, n))
+        for i, (trunk, n) in enumerate(zip(trunks, sizes[1].tolist(), strict=True))
+        if n
+    ]
+    np.testing.assert_allclose(got, np.concatenate(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", PURE_ATTENTION)
+def test_products_leave_windows_caps_and_sinks_alone(products: list[int], kind: str) -> None:
+    backend = TorchBackend(tiny(kind))
+    assert backend.layout == "packed", backend.layout_reason
+    products.clear()
+    head = np.random.default_rng(1).integers(3, VOCABULARY, 23).tolist()
+    tree = random_tree(2, trunk=12, branches=9)
+    got = backend.read(backend.prefill(head), tree).log_probs
+    np.testing.assert_allclose(got, plain(backend, head, tree), atol=1e-5)
+    layers = {"gemma2": 0, "gpt_oss": 0, "mistral": 0, "gemma3": 1}.get(kind, 3)
+    assert products.count(len(tree)) == layers
+
+
+def test_products_in_bfloat16_are_close(products: list[int]) -> None:
+    backend = TorchBackend(copy.deepcopy(tiny("llama")).bfloat16())
+    assert backend.layout == "packed", backend.layout_reason  # which its probe has compared
+    assert products
+
+
+def test_a_single_token_takes_the_fused_kernel(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "FEWEST", 2)
+    stream = BACKENDS["llama"].stream(BACKENDS["llama"].prefill([3, 4, 5]))
+    products.clear()
+    stream.feed([6])
+    assert not products
 
 
 def test_a_pass_is_counted_once_and_by_its_tokens() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from pcdlab.backends.torch_products import FEWEST, RowBlock, attend_blocks, cut, fast_products
 from pcdlab.tokentree import Layout
 
 __all__ = ["IMPLEMENTATION", "NothingLeftError", "Pass", "Segment", "running"]
@@ -156,6 +158,13 @@ class Pass:
                 (np.arange(r.start, r.stop), path, np.ones((r.stop - r.start, len(path)), bool)) for r, path in fit
             ]
             self.higher.append(_block(pieces, device))
+
+    @cached_property
+    def blocks(self) -> list[RowBlock]:
+        """The tree in the blocks of :mod:`pcdlab.backends.torch_products`."""
+        known = 0 if self.trunks is None else self.trunks.length
+        prefix = sum(segment.length for segment in self.segments)
+        return cut(self.layout, self.above, known, prefix)
 
     def span_mask(self, rows: slice, start: int, length: int, window: int | None) -> tuple[int, Bias | None]:
         """Which of `length` keys at positions ``start…`` the rows may see under a sliding window.
@@ -318,6 +327,14 @@ def join_(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None = None) -> Ten
     return out
 
 
+def _by_products(now: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The whole of a layer's attention, [g, r, n, d], where matrix products are the fastest way to it."""
+    if now.trunks is not None:
+        before = now.trunks.layers[layer]
+        k, v = torch.cat([before[0], k], 1), torch.cat([before[1], v], 1)
+    return attend_blocks(now.blocks, q, k, v, [segment.layers[layer] for segment in now.segments], scale)
+
+
 def tree_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -370,6 +387,10 @@ def tree_attention(
 
     q = query[0].unflatten(0, (g, rep))  # [g, rep, n, d]: query heads of one key-value head side by side
     k, v = key[0], value[0]  # [g, n, d]
+    plain = softcap is None and s_aux is None and (window is None or now.last < window)
+    if plain and n >= FEWEST and fast_products(query.device, query.dtype):
+        out = _by_products(now, layer, q, k, v, scale)
+        return out.permute(2, 0, 1, 3).reshape(1, n, g * rep, -1), None
 
     # Each row inside its own chain or group.
     out = query.new_empty(n, g, rep, v.shape[-1]).permute(1, 2, 0, 3)  # [g, rep, n, d], memory as [n, h, d]
@@ -395,6 +416,12 @@ def tree_attention(
             return None
         return attend(q[:, :, rows], k[:, skip:], v[:, skip:], scale, mask, softcap)
 
+    def add(rows: slice | Tensor, more: tuple[Tensor, Tensor]) -> None:
+        """Let `rows` see more keys than they have seen so far."""
+        mine = (out[:, :, rows], lse[:, :, rows])  # views of a slice, copies of picked rows
+        out[:, :, rows] = join_([mine, more])
+        lse[:, :, rows] = torch.logaddexp(mine[1], more[1])
+
     if now.groups is not None:
         rows = now.groups.real_rows
         out[:, :, rows], lse[:, :, rows] = within(now.groups, k, v, now.positions[now.groups.keys])
@@ -402,15 +429,11 @@ def tree_attention(
         if chain.reach > chain.stop:
             own, below = slice(chain.start, chain.stop), slice(chain.stop, chain.reach)
             if more := look(below, k[:, own], v[:, own], start):
-                join_([(out[:, :, below], lse[:, :, below]), more])
-                lse[:, :, below] = torch.logaddexp(lse[:, :, below], more[1])
+                add(below, more)
     for block in now.higher:
         assert now.trunks is not None
         rows, depth = block.real_rows, torch.arange(block.keys.shape[1], device=query.device)
-        more = within(block, *now.trunks.layers[layer], now.trunks.start + depth[None])
-        mine = (out[:, :, rows], lse[:, :, rows])
-        out[:, :, rows] = join_([mine, more])
-        lse[:, :, rows] = torch.logaddexp(mine[1], more[1])
+        add(rows, within(block, *now.trunks.layers[layer], now.trunks.start + depth[None]))
     looks = [look(slice(0, n), *segment.layers[layer], segment.start) for segment in now.segments]
     sink = None if s_aux is None else s_aux.view(g, rep, 1)
     out = join_([(out, lse), *(more for more in looks if more)], sink)
