@@ -345,7 +345,7 @@ def readme_block(bench: Mapping[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     found = figures(bench)
     if found:
-        lines += ["", "| how cost grows | measured | aim | |", "|---|---:|---|---|"]
+        lines += ["", f"| how cost grows, {bench['sweeps']['dtype']} | measured | aim | |", "|---|---:|---|---|"]
         lines += [f"| {f.name} | {f.value:.2f} | {f.aim} | {'met' if f.met else 'not met'} |" for f in found]
     return "\n".join(lines)
 
