@@ -57,6 +57,7 @@ def a_bench() -> dict[str, Any]:
     ]
     batch = {"documents": 60, "fields": 1, "labels": 77, "shortest_tokens": 9, "longest_tokens": 20, "runs": 1}
     sweeps = {
+        "dtype": "float16",
         "points": found,
         "batching": {
             "short": {**batch, "together_s": 2.0, "one_by_one_s": 6.0},
@@ -169,6 +170,7 @@ def test_the_table() -> None:
     assert lines[0].startswith(f"Measured with {place(bench)}; float32. Seconds, medians of 1 to 3 runs")
     assert lines[2] == "| preset | fields | prompt tokens | `tree-cold` | `tree-warm` | `grammar-ff` |"
     assert lines[4] == "| p | 3 | 1,234 | 4.00 | 2.00 (0.50) | 6.00 (1.50) |"
+    assert lines[6].startswith("| how cost grows, float16 |")
     assert "| at most 1.6 | met |" in lines[10]
     assert lines[-1].endswith("| 1.05 | at most 1.1 | met |")
     bench["rows"].append(a_row("tree-cold", 8.0, dtype="bfloat16"))
