@@ -4,7 +4,8 @@ The model's own code computes queries, keys and values (projections, norms, rota
 who attends to whom. Following :func:`pcdlab.tokentree.lay_out` it splits the work into parts that need no mask (every
 row against the cached prefix, every row against the chains above it), causal parts (inside chains) and small masked
 blocks (inside groups), and joins the parts by their log-sum-exp, so that no score is computed twice and no mask of the
-size rows × keys exists. It knows nothing of models, caches of transformers, or reads.
+size rows × keys exists. Where a CPU multiplies bfloat16 fast, plain layers in bfloat16 go another way
+(:mod:`pcdlab.backends.torch_products`). It knows nothing of models, caches of transformers, or reads.
 
 Parts of a softmax computed apart join exactly: with (o₁, s₁) and (o₂, s₂) the outputs and log-sum-exps over two disjoint
 key sets, the softmax over their union has s = log(e^s₁ + e^s₂) and o = o₁ e^(s₁ − s) + o₂ e^(s₂ − s) (Dao et al. 2022,
