@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import html.parser
+import io
 import json
 import os
 import re
@@ -219,7 +220,7 @@ def _records(path: Path) -> list[Any]:
     except UnicodeDecodeError as error:
         raise BankError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if path.suffix == ".csv":
-        table = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         try:
             rows = list(table)
         except csv.Error as error:
@@ -249,7 +250,7 @@ def _parsed(path: Path, text: str, line: int) -> Any:
     except json.JSONDecodeError as error:
         where = f"{path}: line {line + error.lineno - 1}, column {error.colno}"
         raise BankError(f"{where}: not valid JSON ({error.msg}); correct the file there") from None
-    except ValueError as error:  # a number with more digits than Python takes
+    except (ValueError, RecursionError) as error:  # a number with more digits, or brackets deeper, than Python takes
         raise BankError(f"{path}: line {line}: not valid JSON ({error}); correct the file") from None
 
 

@@ -245,7 +245,10 @@ def save_bank(bank: Bank, documents: Iterable[Document], folder: str | os.PathLi
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         text = json.dumps(about, ensure_ascii=False, indent=2) + "\n"
         (fresh / "bank.json").write_text(text, encoding="utf-8", newline="\n")
-        load_bank(fresh)
+        try:
+            load_bank(fresh)
+        except BankError as error:  # the user knows nothing of that place
+            raise BankError(str(error).replace(str(fresh / "documents.jsonl"), f"bank {folder.name!r}")) from None
         if folder.exists():
             os.replace(folder, Path(temporary) / "old")
         os.replace(fresh, folder)
@@ -279,9 +282,13 @@ def _documents(path: Path) -> Iterator[Document]:
         ) from None
 
 
+def _some(texts: list[str]) -> str:
+    return ", ".join(texts[:_LISTED]) + (f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else "")
+
+
 def _check_labels(bank: Bank, unknown_fields: bool) -> None:
     """Refuse repeated ids and gold that is outside the schema; where asked, also gold of fields it does not have."""
-    labels = {item.name: {Field.json(label) for label in item.labels} for item in bank.schema}
+    labels = {item.name: [Field.json(label) for label in item.labels] for item in bank.schema}
     outside: dict[str, Counter[str]] = {}
     ids: set[str] = set()
     for item in bank:
@@ -302,8 +309,8 @@ def _check_labels(bank: Bank, unknown_fields: bool) -> None:
         raise BankError(f"{bank.path}: holds no documents; add one JSON object a line")
     if outside:
         found = "; ".join(
-            f"field {name!r}: {', '.join(f'{text} ({count} ×)' for text, count in counts.most_common(_LISTED))}"
-            + (f" and {len(counts) - _LISTED} more" if len(counts) > _LISTED else "")
+            f"field {name!r}: {_some([f'{text} ({count} ×)' for text, count in counts.most_common()])} where it has "
+            f"{_some(labels[name])}"
             for name, counts in outside.items()
         )
         raise BankError(f"{bank.path}: labels outside the schema: {found}; correct them, or add them to the schema")

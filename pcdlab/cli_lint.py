@@ -26,7 +26,10 @@ def lint(
         str, typer.Argument(help="A preset's name or file, or a file with fields as in a preset or a JSON Schema.")
     ],
     model: Annotated[
-        str, typer.Option(help="Alias, local folder or Hugging Face id; only its tokenizer is read.")
+        str,
+        typer.Option(
+            help="Alias, local folder or Hugging Face id; its tokenizer is read. What is not here yet is fetched whole."
+        ),
     ] = "smollm2-135m",
     backend: Annotated[str, typer.Option(help="torch, mlx or llamacpp.")] = "torch",
     as_json: Annotated[

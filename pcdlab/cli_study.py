@@ -6,6 +6,7 @@ the command line.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -266,8 +267,12 @@ def study(
     if made[0]["accuracy"]:
         place = Path(bank).resolve() if (Path(bank) / "bank.json").is_file() else bank
         choices = {"bank": place, "model": None if model == "smollm2-135m" else model, "documents": limit}
-        given = "".join(f" -p {key}={value}" for key, value in choices.items() if value is not None)
-        print(f"\nnext: pcdlab report 03{given}\nor in Python: pcdlab.studies.runs.load_run({str(out)!r})")
+        given = "".join(f" -p {shlex.quote(f'{key}={value}')}" for key, value in choices.items() if value is not None)
+        in_python = f"pcdlab.studies.runs.load_run({str(out)!r})"
+        # The notebook asks with the default options and the bank's own schema, and writes under the grammar beside it.
+        options_of_notebook = mode in ("isolated", "grammar") and (scorer, normalise, dtype) == ("auto", "sum", "auto")
+        report = f"pcdlab report 03{given}\nor " if schema is None and options_of_notebook else ""
+        print(f"\nnext: {report}in Python: {in_python}")
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -324,6 +324,12 @@ class Engine:
         if mode not in ("isolated", "joint"):
             raise ParameterError(f"mode={mode!r} is unknown; choose 'isolated' or 'joint'")
         if calibrator is not None:
+            from pcdlab.calibrators import Calibration
+
+            if not isinstance(calibrator, Calibration):
+                raise ParameterError(
+                    f"calibrator is {type(calibrator).__name__}; give a Calibration: fit_calibration's or Calibration.load(path)"
+                )
             asked = {"model": self.backend.model, "mode": mode, "scorer": scorer, "normalise": normalise}
             self._check_calibrator(calibrator, Schema.of(schema), {**asked, "instructions": instructions})
         job = _Job(self, self.compile(schema, instructions), scorer, normalise, mode, calibrator, tokens_per_pass)

@@ -502,8 +502,12 @@ def test_what_tables_are_refused(tmp_path: Path) -> None:
         import_table(path, "mine", "body", {"topik": "topic"}, schema={"topic": {"type": "enum", "choices": ["NA"]}})
     with pytest.raises(ParameterError, match="gold names no column"):
         import_table(path, "mine", "body", {})
-    with pytest.raises(BankError, match="two documents have the id"):
+    with pytest.raises(BankError, match=r"^bank 'mine': two documents have the id"):
         import_table(path, "mine", "body", {"topic": "topic"}, id="topic")
+    with pytest.raises(
+        BankError, match=r"^bank 'mine': labels outside the schema: field 'topic': .* where it has true, false;"
+    ):
+        import_table(path, "mine", "body", {"topic": "topic"}, schema={"topic": {"type": "boolean"}})
     for content, name, wanted in [
         ("body,topic\n,x\n", "t.csv", "row 1: column 'body' holds no text"),
         ("body,topic\na,x,y\n", "t.csv", "row 1 below the heading has more or fewer cells"),
@@ -515,6 +519,7 @@ def test_what_tables_are_refused(tmp_path: Path) -> None:
         (f'{{"body": "a"}}\n{{"body": {"1" * 5000}}}', "t.jsonl", "line 2: not valid JSON"),
         ("body;topic\nhello, you;x\n", "t.csv", "'body;topic', as if ';' stood between columns"),
         ('body,topic\na,x\n"b"c,y\n', "t.csv", "line 3: not valid CSV"),
+        ('{"body": ' + "[" * 100_000, "t.jsonl", "line 1: not valid JSON"),
         ("x", "t.txt", "unknown kind of table"),
         ("body,topic\na,\n", "t.csv", "field 'topic'"),
     ]:
@@ -524,6 +529,12 @@ def test_what_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BankError, match="is not UTF-8"):
         import_table(tmp_path / "t.csv", "mine", "body", {"topic": "topic"})
     assert list_banks() == []
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0b"])
+def test_what_looks_like_the_end_of_a_line_is_text_in_a_table(mark: str, tmp_path: Path, home: Path) -> None:
+    bank = import_table(write(tmp_path / "t.csv", f"body,topic\na{mark}b,x\nc,y\n"), "mine", "body", {"topic": "topic"})
+    assert sorted(document.text for document in bank) == [f"a{mark}b", "c"]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

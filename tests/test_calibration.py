@@ -562,6 +562,8 @@ def test_calibrations_come_from_runs() -> None:
             return [True, False], z, gold, list(range(60))
 
     run: Any = FakeRun()
+    with pytest.raises(ParameterError, match="fields is one string, 'spam'"):
+        study.fit_calibration(run, "spam", LogisticCalibrator())
     found = study.fit_calibration(run, ["spam"], LogisticCalibrator())
     np.testing.assert_array_equal(found.apply("spam", z[3]), LogisticCalibrator().fit(z, gold).predict_proba(z[3:4])[0])
     made_with = json.loads(found.to_json())["made_with"]

@@ -690,6 +690,11 @@ def test_a_calibrator_that_knows_no_field_of_the_schema_is_refused() -> None:
         engine("qwen").extract(DOCUMENT, SCHEMA, calibrator=shifted(other, {"late": np.zeros(2)}))
 
 
+def test_a_path_is_no_calibrator() -> None:
+    with pytest.raises(ParameterError, match="calibrator is str; give a Calibration"):
+        engine("qwen").extract(DOCUMENT, SCHEMA, calibrator="topic.json")  # type: ignore[arg-type]
+
+
 def test_a_calibrator_of_another_prompt_is_refused() -> None:
     calibration = shifted(SCHEMA, {"urgent": np.zeros(2)})
     calibration.made_with.update(schema=SCHEMA.to_dict(), instructions=None)

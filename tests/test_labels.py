@@ -396,6 +396,8 @@ def test_shortlist() -> None:
         (lambda: rewrite.gold("sad"), "not among"),
         (lambda: shortlisted(PLAIN, ["sad"]), "no label"),
         (lambda: shortlisted(PLAIN, []), "empty"),
+        (lambda: shortlisted(PLAIN, rank_labels(PLAIN, ["calm"])[0, :1]), r"int64\); give labels of field"),
+        (lambda: rank_labels(PLAIN, "calm"), "texts is one string"),
     ):
         with pytest.raises(ParameterError, match=part):
             call()
@@ -431,6 +433,10 @@ def test_an_extraction_comes_back_in_the_users_schema(way: Any) -> None:
     schema = rewritten(SCHEMA, ways)
     out = this.extract(TEXT, schema, scorer="exact")
     back = restore(SCHEMA, ways, out)
+    if way is not unlisted:  # which keeps the labels
+        for rewrites, other in (([], out), (ways, this.extract(TEXT, SCHEMA, scorer="exact"))):
+            with pytest.raises(ParameterError, match="the extraction is not of what these rewrites ask: field"):
+                restore(SCHEMA, rewrites, other)
     assert tuple(back.fields) == SCHEMA.names
     assert back.fields["urgent"] == out.fields["urgent"]
     assert (back.stats, back.model) == (out.stats, out.model)

@@ -393,9 +393,7 @@ def test_other_settings_are_named(small: Bank, tmp_path: Path, monkeypatch: pyte
         study(small.first(3), out)
     item = next(iter(small))
     relabelled = save_bank(small, [item.model_copy(update={"gold": {}}), *islice(small, 1, None)], tmp_path / "b")
-    changed = (
-        "settings: the bank held other documents or right labels then. Give another folder as out, remove this one"
-    )
+    changed = r"settings: the bank held other documents or right labels then\. Give another folder \(out, --out\), remove this"
     with pytest.raises(BankError, match=changed):
         study(relabelled, out)
     with pytest.raises(BankError, match="settings: another schema"):
@@ -491,6 +489,16 @@ def test_the_command_tells_the_accuracy_and_what_comes_next(call: Any, small: Ba
         f"next: pcdlab report 03 -p bank={small.path.parent} -p documents=4",
         "or in Python: pcdlab.studies.runs.load_run('mine')",
     ]
+
+
+def test_what_comes_next_is_of_this_run(call: Any, small: Bank, tmp_path: Path) -> None:
+    """Notebook 03 has no parameter for a scorer; and a shell cuts at spaces."""
+    folder = tmp_path / "a bank"
+    save_bank(small, small, folder)
+    assert f"-p 'bank={folder}'" in call(folder, "--out", "one").stdout
+    told = call(folder, "--out", "two", "--scorer", "exact").stdout
+    assert "pcdlab report" not in told
+    assert "load_run('two')" in told
 
 
 def test_what_the_command_refuses(call: Any, small: Bank, tmp_path: Path) -> None:

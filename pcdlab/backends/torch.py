@@ -399,8 +399,12 @@ class TorchBackend:
         for node, parent in enumerate(tree.parents.tolist()):
             children[parent].append(node)
         leaves = [int(not below) for below in children]
+        repeats = [0] * len(children)  # tokens run again if all leaves below a node, itself included, are rows
         for node in range(len(tree) - 1, -1, -1):
-            leaves[tree.parents[node]] += leaves[node]
+            parent = tree.parents[node]
+            repeats[node] += leaves[node] - 1
+            leaves[parent] += leaves[node]
+            repeats[parent] += repeats[node]
         states: dict[int, Tensor] = {}  # node -> [hidden]
         wanted = set(tree.read_nodes.tolist())
 
@@ -426,9 +430,8 @@ class TorchBackend:
             assert base is not None
             paths: list[list[int]] = []
             for child in children[chain[-1]]:
-                own = chain_from(child)
-                if len(own) * (leaves[child] - 1) > REPEATED:
-                    work.append((base, own))
+                if repeats[child] > REPEATED:
+                    work.append((base, chain_from(child)))
                 else:
                     paths.extend(_leaf_paths(children, child))
             for first in range(0, len(paths), ROWS_PER_PASS):

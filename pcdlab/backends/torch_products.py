@@ -101,6 +101,10 @@ def cut(layout: Layout, above: Sequence[tuple[slice, Ints]], known: int, prefix:
     def path(row: int) -> Ints:
         return above[hangs[row]][1] if hangs[row] >= 0 else before[:0]
 
+    def paths_of(start: int, stop: int) -> int:
+        """Nodes of the paths that rows hang from."""
+        return sum(len(above[run][1]) for run in {*hangs[start:stop].tolist()} if run >= 0)
+
     def emit_groups(start: int, stop: int, open_rows: Ints, mask: NDArray[np.bool_]) -> None:
         """Groups side by side; where they hang from several nodes, each row sees its own path only."""
         own = np.arange(start, stop) + known
@@ -138,8 +142,12 @@ def cut(layout: Layout, above: Sequence[tuple[slice, Ints]], known: int, prefix:
                 emit(a, b, np.concatenate([path(a), below, earlier]), own, np.tri(b - a, dtype=bool))
             around.append(piece)
             continue
-        if waiting and (piece.stop - waiting[0][0] > ROWS or not np.array_equal(below, waiting_below)):
-            flush()
+        if waiting:
+            start = waiting[0][0]
+            # Every row of a block is scored against all paths that its rows hang from.
+            wide = paths_of(start, piece.stop) > max(ROWS, paths_of(start, waiting[-1][1]))
+            if wide or piece.stop - start > ROWS or not np.array_equal(below, waiting_below):
+                flush()
         waiting.append((piece.start, piece.stop, piece.mask))
         waiting_below = below
     flush()

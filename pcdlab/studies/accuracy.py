@@ -408,6 +408,8 @@ def accuracy_of_run(run: Run, fields: Sequence[str]) -> pd.DataFrame:
     """
     from pcdlab.calibrators import BatchCorrection
 
+    if isinstance(fields, str):
+        raise ParameterError(f"fields is one string, {fields!r}; give a list of names")
     rows: list[dict[str, Any]] = []
     for name in fields:
         if run.meta["mode"] == "grammar":

@@ -726,6 +726,8 @@ def fit_calibration(run: Run, fields: Iterable[str], calibrator: Calibrator) -> 
     """
     from sklearn.base import clone
 
+    if isinstance(fields, str):
+        raise ParameterError(f"fields is one string, {fields!r}; give a list of names")
     labels, fitted = {}, {}
     for name in fields:
         known, log_probs, gold, _ = run.log_probs(name)

@@ -244,7 +244,7 @@ def shortlisted(field: Field, labels: Iterable[Label]) -> Rewrite:
     ----------
     field : Field
     labels : iterable of label
-        Such as the first few of :func:`rank_labels` for a document.
+        Such as ``[field.labels[i] for i in rank_labels(field, [document])[0][:8]]``.
 
     Returns
     -------
@@ -256,6 +256,12 @@ def shortlisted(field: Field, labels: Iterable[Label]) -> Rewrite:
     ParameterError
         If there are none, or one is no label of the field.
     """
+    labels = list(labels)
+    if other := [label for label in labels if not isinstance(label, str | bool | int | float | None)]:
+        raise ParameterError(
+            f"labels holds {other[0]!r} ({type(other[0]).__name__}); give labels of field {field.name!r}: the places that "
+            "rank_labels gives are those in field.labels"
+        )
     kept = {Field.json(label) for label in labels}
     if unknown := kept - {Field.json(label) for label in field.labels}:
         raise ParameterError(f"{min(unknown)} is no label of field {field.name!r}")
@@ -381,7 +387,19 @@ def restore(schema: Schema, rewrites: Sequence[Rewrite], out: Extraction) -> Ext
     -------
     Extraction
         Its statistics and warnings are those of what was asked.
+
+    Raises
+    ------
+    ParameterError
+        If the extraction is not of what these rewrites ask.
     """
+    for field in rewritten(schema, rewrites):
+        found = {Field.json(label) for label in out.fields[field.name].log_probs} if field.name in out.fields else set()
+        if not found or found - {Field.json(label) for label in field.labels}:
+            raise ParameterError(
+                f"the extraction is not of what these rewrites ask: field {field.name!r} "
+                f"{'has other labels there' if found else 'is not in it'}; give the rewrites its schema was made with"
+            )
     by_name = {item.original.name: item for item in rewrites}
     fields = {name: by_name[name].restore(out.fields) if name in by_name else out.fields[name] for name in schema.names}
     return replace(out, fields=fields)
@@ -449,12 +467,19 @@ def rank_labels(field: Field, texts: Sequence[str]) -> NDArray[np.int64]:
     int64 array, shape (n, labels)
         Indices of labels, the most alike first; equally alike ones in the field's order.
 
+    Raises
+    ------
+    ParameterError
+        If `texts` is one string.
+
     References
     ----------
     Salton and Buckley, Term-weighting approaches in automatic text retrieval, 1988; scikit-learn's TfidfVectorizer.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
 
+    if isinstance(texts, str):
+        raise ParameterError("texts is one string; give a sequence of documents, [text] for one")
     parts = label_parts(field)
     words = [parts[x].name.replace("_", " ").strip() if isinstance(x, str) else "" for x in field.labels]
     names = [word or Field.json(label) for word, label in zip(words, field.labels, strict=True)]

@@ -433,8 +433,8 @@ def _claim(folder: Path, meta: dict[str, Any]) -> None:
     differences = list(_differences({**there, "created": ""}, {**meta, "created": ""}))
     if differences:
         raise BankError(
-            f"{folder}: holds a run with other settings: {'; '.join(differences)}. Give another folder as out, remove this one, "
-            "or ask as it was asked"
+            f"{folder}: holds a run with other settings: {'; '.join(differences)}. Give another folder (out, --out), remove "
+            "this one, or ask with its settings"
         )
 
 
