@@ -218,6 +218,7 @@ def test_a_run_shows_raw_and_corrected_side_by_side() -> None:
 def test_a_run_without_scores_shows_raw_alone() -> None:
     log_probs = np.log([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
     table = accuracy_of_run(FakeRun(list("abc"), log_probs, [0, 1, 1], "grammar"), ["spam"])
+    assert accuracy_of_run(FakeRun(["a"], log_probs[:1], [0]), ["spam"])["scores"].tolist() == ["raw"]
     with pytest.raises(ParameterError, match="fields is one string, 'spam'"):
         accuracy_of_run(FakeRun(list("abc"), log_probs, [0, 1, 1]), "spam")
     assert table["scores"].tolist() == ["raw"]

@@ -403,8 +403,8 @@ def accuracy_of_run(run: Run, fields: Sequence[str]) -> pd.DataFrame:
     -------
     DataFrame
         Two rows per field: ``field``, ``scores`` ("raw" or "batch-corrected"), and what :func:`score` gives. The correction
-        sees all documents of the run and none of their labels. A run of mode "grammar" has no scores to correct: one row per
-        field, ``scores`` being "raw".
+        sees all documents of the run and none of their labels. One document has no mean but itself, and a run of mode
+        "grammar" no scores to correct: one row per field, ``scores`` being "raw".
     """
     from pcdlab.calibrators import BatchCorrection
 
@@ -419,8 +419,10 @@ def accuracy_of_run(run: Run, fields: Sequence[str]) -> pd.DataFrame:
             rows.append({"field": name, "scores": "raw", **score(np.eye(len(texts))[chosen], right)})
             continue
         _, log_probs, gold, _ = run.log_probs(name)
-        corrected = BatchCorrection().fit(log_probs).predict_proba(log_probs)
         rows.append({"field": name, "scores": "raw", **score(softmax(log_probs, axis=1), gold)})
+        if len(log_probs) == 1:
+            continue  # a document less its own mean is nothing
+        corrected = BatchCorrection().fit(log_probs).predict_proba(log_probs)
         rows.append({"field": name, "scores": "batch-corrected", **score(corrected, gold)})
     return pd.DataFrame(rows)
 
