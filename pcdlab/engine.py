@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm.auto import tqdm
@@ -493,6 +494,11 @@ class _Job:
             ids, cached = self.engine.tokenise(self.compiled, text, self.room)
         return _Document(number, ids, cached, clock)
 
+    @cached_property
+    def empty(self) -> _Document:
+        """The empty document, whose scores ``unconditional`` subtracts."""
+        return self.tokenise("")
+
     def size(self, item: _Document | PcdlabError) -> int:
         """Tree nodes a document adds to its batch; a pass of its own where it cannot share one."""
         if isinstance(item, PcdlabError):
@@ -665,7 +671,7 @@ class _Job:
         """Note what was decided; a plan for what must be looked at again."""
         wishes = []
         references = self._references(plan, written)
-        if self.normalise == "unconditional" and document.ids == self.compiled.prompt.ids(""):
+        if self.normalise == "unconditional" and document.ids == self.empty.ids:
             references = [deciding.scores(item, log_probs) for item in plan.fields]  # itself, or rounding would decide
         for item, reference in zip(plan.fields, references, strict=True):
             found = deciding.decide(item, log_probs, self.normalise, reference)
@@ -694,10 +700,9 @@ class _Job:
         keys = [(wish.compiled.field.name, wish.before) for wish in wishes]
         missing = [wish for key, wish in zip(keys, wishes, strict=True) if key not in self.references]
         if missing:
-            empty = self.tokenise("")
-            head, _ = self._head(empty, {})
+            head, _ = self._head(self.empty, {})
             asked = deciding.plan(missing)
-            log_probs = self.backend.read(head, join([empty.trunk], [asked.tree])).log_probs
+            log_probs = self.backend.read(head, join([self.empty.trunk], [asked.tree])).log_probs
             for item in asked.fields:
                 wish = item.wish
                 self.references[wish.compiled.field.name, wish.before] = deciding.scores(item, log_probs)

@@ -145,11 +145,17 @@ class Pass:
     def __post_init__(self) -> None:
         self.last = int(self.positions.max())
         self.chain_starts = self.positions[[chain.start for chain in self.layout.chains]].tolist()
-        device = self.positions.device
+
+    @cached_property
+    def groups(self) -> Block | None:
+        """The layout's groups side by side."""
         inside = [(np.arange(g.start, g.stop), np.arange(g.start, g.stop), g.mask) for g in self.layout.groups]
-        self.groups = _block(inside, device) if inside else None
-        # Paths of about one length together: the padding stays below the size of the rest.
-        self.higher: list[Block] = []
+        return _block(inside, self.positions.device) if inside else None
+
+    @cached_property
+    def higher(self) -> list[Block]:
+        """Rows and the paths in `trunks` they hang from, those of about one length together: little padding."""
+        found: list[Block] = []
         waiting = sorted(self.above, key=lambda one: len(one[1]))
         while waiting:
             longest = 2 * len(waiting[0][1]) + 16
@@ -158,7 +164,8 @@ class Pass:
             pieces = [
                 (np.arange(r.start, r.stop), path, np.ones((r.stop - r.start, len(path)), bool)) for r, path in fit
             ]
-            self.higher.append(_block(pieces, device))
+            found.append(_block(pieces, self.positions.device))
+        return found
 
     @cached_property
     def blocks(self) -> list[RowBlock]:

@@ -257,7 +257,7 @@ def shortlisted(field: Field, labels: Iterable[Label]) -> Rewrite:
         If there are none, or one is no label of the field.
     """
     labels = list(labels)
-    if other := [label for label in labels if not isinstance(label, str | bool | int | float | None)]:
+    if other := [label for label in labels if not isinstance(label, Label)]:
         raise ParameterError(
             f"labels holds {other[0]!r} ({type(other[0]).__name__}); give labels of field {field.name!r}: the places that "
             "rank_labels gives are those in field.labels"
