@@ -270,8 +270,9 @@ def study(
         given = "".join(f" -p {shlex.quote(f'{key}={value}')}" for key, value in choices.items() if value is not None)
         in_python = f"pcdlab.studies.runs.load_run({str(out)!r})"
         # The notebook asks with the default options and the bank's own schema, and writes under the grammar beside it.
-        options_of_notebook = mode in ("isolated", "grammar") and (scorer, normalise, dtype) == ("auto", "sum", "auto")
-        report = f"pcdlab report 03{given}\nor " if schema is None and options_of_notebook else ""
+        default = (backend, dtype, scorer, normalise) == ("torch", "auto", "auto", "sum")
+        its_own = default and schema is None and mode in ("isolated", "grammar")
+        report = f"pcdlab report 03{given}\nor " if its_own else ""
         print(f"\nnext: {report}in Python: {in_python}")
 
 

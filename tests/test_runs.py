@@ -496,9 +496,10 @@ def test_what_comes_next_is_of_this_run(call: Any, small: Bank, tmp_path: Path) 
     folder = tmp_path / "a bank"
     save_bank(small, small, folder)
     assert f"-p 'bank={folder}'" in call(folder, "--out", "one").stdout
-    told = call(folder, "--out", "two", "--scorer", "exact").stdout
-    assert "pcdlab report" not in told
-    assert "load_run('two')" in told
+    for number, other in enumerate([("--scorer", "exact"), ("--backend", "mlx")]):
+        told = call(folder, "--out", f"other{number}", *other).stdout
+        assert "pcdlab report" not in told
+        assert f"load_run('other{number}')" in told
 
 
 def test_what_the_command_refuses(call: Any, small: Bank, tmp_path: Path) -> None:
